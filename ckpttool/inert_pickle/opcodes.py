@@ -38,7 +38,6 @@ def decoded(what: str, decode: Callable[[bytes], Any], raw: bytes) -> Any:
 # UTF-8 with lone surrogates, which Python's pickler writes as file names may hold them
 text = partial(decoded, "text that is not UTF-8", lambda raw: raw.decode("utf-8", "surrogatepass"))
 escaped_text = partial(decoded, "malformed text", lambda raw: raw.decode("raw-unicode-escape"))
-real = partial(decoded, "a malformed number", float)
 
 
 def string(raw: bytes) -> str | bytes:
@@ -61,11 +60,15 @@ def signed(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
+# Python's module in C reads a number to the first NUL and goes on; the one in Python stops at such a line.
+
+
 def integer(raw: bytes) -> int:
     """An integer as Python's source has it."""
-    if not _NUMBER.fullmatch(raw):
+    digits, nul, _ = raw.partition(b"\0")
+    if not _NUMBER.fullmatch(digits) and (digits or not nul):  # the module in C takes no digits for 0
         malformed("its pickle has a malformed integer")
-    if len(raw) > MAX_DIGITS or _OCTAL.fullmatch(raw):
+    if nul or len(raw) > MAX_DIGITS or _OCTAL.fullmatch(raw):
         fault("its pickle has an integer that readers take for different ones")
     number: int = decoded("a malformed integer", lambda text: int(text, 0), raw)
     return number
@@ -73,9 +76,21 @@ def integer(raw: bytes) -> int:
 
 def index(raw: bytes) -> int:
     """An index of the memo in decimal digits."""
-    if not _INDEX.fullmatch(raw) or len(raw) > MAX_DIGITS:
+    digits, nul, _ = raw.partition(b"\0")
+    if not _INDEX.fullmatch(digits):
         malformed("its pickle has a malformed index")
+    if nul or len(raw) > MAX_DIGITS:
+        fault("its pickle has an index that readers take for different ones")
     return int(raw)
+
+
+def real(raw: bytes) -> float:
+    """A number with a fraction or an exponent, as Python's source has it."""
+    digits, nul, _ = raw.partition(b"\0")
+    number: float = decoded("a malformed number", float, digits)
+    if nul:
+        fault("its pickle has a number that readers take for different ones")
+    return number
 
 
 def integer_or_bool(raw: bytes) -> int:
