@@ -58,6 +58,8 @@ def note(text: str) -> None:
 
     For a terminal they are broken between words, except those that begin with a blank, to be pasted.
     """
+    if sys.stderr is None:  # closed before the program began; print would take stdout for it
+        return
     with contextlib.suppress(OSError):
         lines = (line if line.startswith(" ") else folded(line, sys.stderr) for line in text.split("\n"))
         print("\n".join(lines), file=sys.stderr, flush=True)

@@ -55,3 +55,9 @@ def test_a_run_whose_streams_are_closed_trains(tmp_path, closed):
     command = f"{sys.executable} train/main.py --data fake:8 --epochs 1 --out {tmp_path}/run {closed}"
     assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=100).returncode == 0
     assert (tmp_path / "run" / "last.pt").exists()
+
+
+def test_what_is_meant_for_a_closed_stderr_does_not_go_to_stdout(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr", None)
+    console.note(LONG)
+    assert capsys.readouterr().out == ""

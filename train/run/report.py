@@ -23,10 +23,9 @@ from train.checkpoint.files import BEST, LAST
 from train.config import command_line
 from train.launch.stopping import Stop
 from train.log import log_file
-from train.run import score_table
 from train.run.bar import Bar, Clock
 from train.run.header import header
-from train.run.score_table import ScoreTable
+from train.run.score_table import Column, ScoreTable
 from train.tasks.builtin import Classification
 from train.trainer.progress import OWN, Score, Scores, TrainScore, in_words
 from train.trainer.trainer import Trainer
@@ -128,16 +127,16 @@ class Report:
         self.trainer.log.write(entry, self.trainer.progress.global_step)
 
     def _line(self, trained: TrainScore | None, tested: Score | None, best: bool) -> str:
-        cells = {score_table.SECONDS: f"{self._clock.seconds():.1f}"}
+        cells: dict[Column | str, str] = {Column.SECONDS: f"{self._clock.seconds():.1f}"}
         if trained:
-            cells[score_table.TRAIN_LOSS] = f"{trained.loss:.4f}"
+            cells[Column.TRAIN_LOSS] = f"{trained.loss:.4f}"
             if trained.accuracy is not None:
-                cells[score_table.TRAIN_RIGHT] = f"{trained.accuracy:.2%}"
+                cells[Column.TRAIN_RIGHT] = f"{trained.accuracy:.2%}"
         if tested:
-            cells[score_table.TEST_LOSS] = f"{tested.loss:.4f}"
+            cells[Column.TEST_LOSS] = f"{tested.loss:.4f}"
         if isinstance(tested, Certificate):
-            cells[score_table.TEST_RIGHT] = f"{tested.accuracy:.2%}"
-            cells[score_table.COUNTED] = f"({tested.correct}/{tested.samples})"
+            cells[Column.TEST_RIGHT] = f"{tested.accuracy:.2%}"
+            cells[Column.COUNTED] = f"({tested.correct}/{tested.samples})"
         if isinstance(tested, LossCertificate):
             values = tested.metrics.items()
             cells |= {name: f"{value:.4g}" for name, value in values if isinstance(value, int | float)}

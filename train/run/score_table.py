@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 
-TRAIN_LOSS, TRAIN_RIGHT, TEST_LOSS, TEST_RIGHT = "train loss", "train correct", "test loss", "test correct"
-COUNTED, SECONDS = "correct of all", "seconds"
-WIDTHS = {TRAIN_LOSS: 10, TRAIN_RIGHT: 7, TEST_LOSS: 10, TEST_RIGHT: 7, COUNTED: 12, SECONDS: 7}
-HEADS = {TRAIN_RIGHT: "correct", TEST_RIGHT: "correct", COUNTED: ""}
 BEST = "  best"
+
+
+class Column(Enum):
+    """What a line has besides a task's metrics, which may have any name: name, heading, width."""
+
+    TRAIN_LOSS = "train loss", "train loss", 10
+    TRAIN_RIGHT = "train correct", "correct", 7
+    TEST_LOSS = "test loss", "test loss", 10
+    TEST_RIGHT = "test correct", "correct", 7
+    COUNTED = "correct of all", "", 12
+    SECONDS = "seconds", "seconds", 7
 
 
 class ScoreTable:
@@ -24,22 +32,31 @@ class ScoreTable:
     """
 
     def __init__(self, label: int, metrics: Sequence[str] | None, width: int) -> None:
-        own = [TEST_RIGHT, COUNTED] if metrics is None else [*metrics]
-        names = [TRAIN_LOSS, *([TRAIN_RIGHT] if metrics is None else []), TEST_LOSS, *own, SECONDS]
+        own: list[Column | str] = [Column.TEST_RIGHT, Column.COUNTED] if metrics is None else [*metrics]
+        trained = [Column.TRAIN_LOSS, Column.TRAIN_RIGHT] if metrics is None else [Column.TRAIN_LOSS]
+        last = Column.SECONDS, Column.TRAIN_RIGHT, Column.TRAIN_LOSS
+        ways: list[Column | str] = [Column.COUNTED, *reversed(metrics or ()), *last]  # in which they give way
         self._label = label
-        self._shown = {name: WIDTHS.get(name) or max(len(name), len("1.234e-05")) for name in names}
+        self._shown = {each: _facts(each) for each in (*trained, Column.TEST_LOSS, *own, Column.SECONDS)}
         self.hidden: list[str] = []
-        for name in (COUNTED, *reversed(metrics or ()), SECONDS, TRAIN_RIGHT, TRAIN_LOSS):
-            if label + sum(wide + 2 for wide in self._shown.values()) + len(BEST) <= width:
+        for each in ways:
+            if label + sum(wide + 2 for _, _, wide in self._shown.values()) + len(BEST) <= width:
                 break
-            if self._shown.pop(name, None):
-                self.hidden.append(name)
+            if facts := self._shown.pop(each, None):
+                self.hidden.append(facts[0])
 
     def heading(self) -> str:
-        heads = (f"{HEADS.get(name, name):>{width}}" for name, width in self._shown.items())
+        heads = (f"{head:>{width}}" for _, head, width in self._shown.values())
         return "  ".join([f"{'epoch':>{self._label}}", *heads])
 
-    def line(self, label: str, cells: Mapping[str, str], *, best: bool) -> str:
+    def line(self, label: str, cells: Mapping[Column | str, str], *, best: bool) -> str:
         """Return a line; columns without a cell stay empty."""
-        shown = (f"{cells.get(name, ''):>{width}}" for name, width in self._shown.items())
+        shown = (f"{cells.get(each, ''):>{width}}" for each, (_, _, width) in self._shown.items())
         return "  ".join([f"{label:>{self._label}}", *shown]) + BEST * best
+
+
+def _facts(column: Column | str) -> tuple[str, str, int]:
+    """Return the name, the heading and the width of a column."""
+    return (
+        column.value if isinstance(column, Column) else (column, column, max(len(column), len("1.234e-05")))
+    )

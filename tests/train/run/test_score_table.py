@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from train.run.score_table import BEST, ScoreTable
+from train.run.score_table import BEST, Column, ScoreTable
 
-CELLS = {"train loss": "2.3076", "train correct": "97.50%", "test loss": "2.3037", "test correct": "100.00%"}
-CELLS |= {"correct of all": "(8123/10000)", "seconds": "1234.5", "mae": "1.234e-05"}
+TEXTS = ["2.3076", "97.50%", "2.3037", "100.00%", "(8123/10000)", "1234.5"]
+CELLS: dict[Column | str, str] = {**dict(zip(Column, TEXTS, strict=True)), "mae": "1.234e-05"}
 
 
 @pytest.mark.parametrize(("width", "hidden"), [
@@ -26,7 +26,7 @@ def test_columns_give_way_to_the_width_and_are_named(width, hidden):
     assert len(table.heading()) == len(line) - len(BEST)
     assert line.split() == [
         "3/10",
-        *(text for name, text in CELLS.items() if name not in (*hidden, "mae")),
+        *(text for column, text in zip(Column, TEXTS, strict=True) if column.value[0] not in hidden),
         "best",
     ]
 
@@ -41,6 +41,19 @@ def test_the_metrics_of_a_task_give_way_from_the_last_and_before_the_seconds():
 
 def test_what_has_no_score_stays_empty_below_its_head():
     table = ScoreTable(7, None, 80)
-    line = table.line("1/2", {"test loss": "2.3037"}, best=False)
+    line = table.line("1/2", {Column.TEST_LOSS: "2.3037"}, best=False)
     assert line.split() == ["1/2", "2.3037"]
     assert line.index("2.3037") + 6 == table.heading().index("test loss") + len("test loss")
+
+
+def test_a_metric_may_have_the_name_of_another_column():
+    table = ScoreTable(7, ["seconds", "train loss"], 120)
+    cells = CELLS | {"seconds": "0.5", "train loss": "0.25"}
+    assert table.line("1/2", cells, best=False).split() == [
+        "1/2",
+        "2.3076",
+        "2.3037",
+        "0.5",
+        "0.25",
+        "1234.5",
+    ]
