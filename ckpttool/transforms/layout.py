@@ -85,9 +85,12 @@ def _by_pattern(
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
             changed[key] = change(key, changed.get(key, tensors[key]), sizes)
-    from .quantization.recognise import require_unpacked  # many modules, which are needed here alone
+    from .quantization.recognise import (
+        CODES_ALONE,
+        require_unpacked,
+    )  # many modules, which are needed here alone
 
-    require_unpacked(checkpoint, target, "its codes can't be laid out without their scales", names=changed)
+    require_unpacked(checkpoint, target, CODES_ALONE, names=changed)
     return _with_tensors(checkpoint, target, changed), tuple(changed)
 
 

@@ -21,7 +21,7 @@ from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import same_values
 from ..mapping.applying import apply
 from ..mapping.rules import Rules
-from ..quantization.recognise import require_unpacked
+from ..quantization.recognise import CODES_ALONE, require_unpacked
 from ..selection import replace_state
 from .modules import Module, Place, Places, places_of
 from .numbering import require_order
@@ -144,9 +144,8 @@ def _conformed(
         hint = "write the state alone first: ckpttool slim"
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
-    now, before = changed.state(state).tensors, target.tensors
-    moved = {old for new, olds in mapped.names.items() for old in olds if now[new].view != before[old].view}
-    require_unpacked(checkpoint, target, "its codes can't be laid out without their scales", names=moved)
+    resized = [name for left, _ in found.resized for name in left.names.values()]
+    require_unpacked(checkpoint, target, CODES_ALONE, names=resized)
     if optimizers:
         require_order(changed, state, theirs)
     padded = [name for _, right in found.resized for name in right.names.values()]

@@ -17,6 +17,7 @@ from ...errors import CkptToolError, Refused
 from ...inert_pickle.values import Record, attributes_in
 from ...tensors.cast import Overflows
 from ..keys import with_copies
+from ..quantization.recognise import CODES_ALONE, require_unpacked
 from ..wrappers import found_prefixes
 from .builtin import rules_of
 from .optimizers import followed
@@ -73,8 +74,9 @@ def apply(
         optimizers: take along what else the file has of the model: optimizers, and copies of the state.
 
     Raises:
-        Refused: names, shapes, types or counts do not fit the rules, or a number is not known; an optimizer
-            keeps what can't follow, or it is not known which parameter is which.
+        Refused: names, shapes, types or counts do not fit the rules, or a number is not known; a tensor that
+            more than its name changes of is packed; an optimizer keeps what can't follow, or it is not known
+            which parameter is which.
         Collision: two tensors would get the same name.
         NoState: the file holds no state, or none at `state`.
     """
@@ -96,6 +98,8 @@ def apply(
     first, *copies = mappings
     also = tuple(copy.state.where for copy in copies)
     changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
+    for each in mappings:
+        require_unpacked(checkpoint, each.state, CODES_ALONE, names=each.made_anew)
     casting = Overflows(reports=[report for each in mappings for report in each.reports])
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
 

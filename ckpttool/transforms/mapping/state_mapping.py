@@ -119,6 +119,7 @@ class StateMapping:
         self.matched: Matched = matched(rules, named, path)
         self.complete.check(self.matched.moves)
         self.names: dict[str, tuple[str, ...]] = {}
+        self.made_anew: list[str] = []  # names of which a rule takes more than the name
 
     def container(self) -> Container:
         """Return the state's dict under the new names, in the order of the old ones."""
@@ -155,6 +156,7 @@ class StateMapping:
         sources = {at: tuple(map(self.tensor, names)) for at, names in move.sources.items()}
         made = self.through(move, sources)
         whole = tuple(move.names)
+        self.made_anew += whole
         self.complete.check_all(made.fields, made.tensors, str(move.rule))
         pairs = (
             (new, tensor)

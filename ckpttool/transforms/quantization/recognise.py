@@ -153,6 +153,9 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings, of_packed)
 
 
+CODES_ALONE = "its codes can't be laid out without their scales"
+
+
 def require_unpacked(
     checkpoint: Checkpoint,
     state: State,

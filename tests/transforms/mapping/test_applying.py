@@ -59,6 +59,24 @@ def test_what_rules_can_t_do_is_refused_by_name(tables: list[str], said: str, tm
         assert said in str(fault)
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        "transpose = [1, 0]", "reshape = [-1]", 'permute-heads = 1, to = "halves"',
+        "scale = 2", 'cast = "bf16"', 'unstack = "i"',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
+def test_packed_tensors_are_renamed_and_no_more(step: str, part: str, tmp_path: Path) -> None:
+    """Codes and scales are numbers only together."""
+    packed = {"m.weight": torch.rand(8, 8).to(torch.float8_e4m3fn), "m.weight_scale_inv": torch.rand(2, 2)}
+    to = "n.{i}" if "unstack" in step else "n"
+    by = rules(f'from = "m.{part}"\nto = "{to}"\nsteps = [{{ {step} }}]', top='rest = "keep"')
+    said = refusal(packed, tmp_path, by)
+    assert "is packed, and its codes can't be laid out" in said or "is not scaled" in said
+    assert_reversible(packed, tmp_path, rules('from = "m.{w:*}"\nto = "layers.{w}"'))
+
+
 def test_the_rest_is_kept_dropped_or_refused_as_the_rules_say(tmp_path: Path) -> None:
     kept, _ = mapped(AB, tmp_path, rules(A, top='rest = "keep"'))
     assert [*kept] == ["x.w", "b.w"]
