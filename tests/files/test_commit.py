@@ -424,7 +424,7 @@ def test_a_hang_up_that_was_to_be_ignored_is_ignored() -> None:
         from ckpttool.cli import program
         def command(*arguments):
             os.kill(os.getpid(), signal.SIGHUP)
-            print("still here")
+            print("still here", flush=True)
             return 0
         program.run = command
         program.main()

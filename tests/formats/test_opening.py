@@ -231,7 +231,7 @@ def test_a_folder_of_such_a_name_and_a_given_format_are_no_mistake(cli: Cli) -> 
 
 @pytest.mark.parametrize("running", [True, False])
 def test_the_garbage_collector_is_left_as_it_was_and_need_not_search(running: bool, tmp_path: Path) -> None:
-    torch_zip(tmp_path / "many.pt", list_of(*[b"]"] * 5000), {})
+    torch_zip(tmp_path / "many.pt", list_of(*[b"]"] * 50_000), {})
     gc.unfreeze()  # conftest.py has frozen what was collected
     try:
         if not running:
