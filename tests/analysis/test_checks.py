@@ -149,6 +149,7 @@ WORK: dict[str, tuple[Any, Callable[[Any, Path], object]]] = {
 }
 
 
+@pytest.mark.covered(lambda what: what == "alike keys")
 @pytest.mark.parametrize("what", WORK)
 def test_long_and_repeated_names_take_time_in_proportion(what: str, tmp_path: Path) -> None:
     tree, work = WORK[what]

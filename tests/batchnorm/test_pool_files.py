@@ -85,6 +85,7 @@ def test_averages_over_all_batches_weight_a_rank_by_its_batches() -> None:
     assert torch.allclose(pooled.variance, within * 16 / 15, rtol=1e-12)
 
 
+@pytest.mark.covered(lambda apart, sizes, momentum: momentum == 0.3)
 @pytest.mark.parametrize("momentum", [0.1, 0.3, None, 1.0])
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (2, 6), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("apart", [0.0, 1.0])

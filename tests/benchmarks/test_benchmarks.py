@@ -73,7 +73,7 @@ def test_the_page_of_this_repository_has_the_marks():
     check_marks(ROOT / "docs" / "benchmarks.md")
 
 
-@pytest.mark.covered(lambda number, code: number == signal.SIGTERM)
+@pytest.mark.long
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_ends_its_processes_and_leaves_no_file(tmp_path, number, code):
     options = ["--only", "strip-prefix", "--size", "8MB", "--rounds", "1000", "--folder", tmp_path]

@@ -20,6 +20,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "base.safetensors", tmp_path / "new.safetensors"
 
 
+@pytest.mark.long
 def test_each_tool_that_is_installed_makes_the_newer_file_again(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def told(text: str) -> None:
     assert cells(text, f"{OURS}, round trips")[0][3] in ("met", "MISSED")
 
 
+@pytest.mark.long
 def test_a_small_inspection_of_shards_prints_every_way_and_what_the_server_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ BATCHNORM = [("none", 1), ("plain", 1), ("sync", 1)]
 ROWS = [("rows", 130, 2), ("tuples", 130, 2), ("tensors", 130, 2), ("epoch", 130, 2)]
 
 
+@pytest.mark.covered(lambda child, given: given in (BATCHNORM[0], BATCHNORM[1]))
 @pytest.mark.parametrize(
     ("child", "given"),
     [*((batchnorm_steps, way) for way in BATCHNORM), *((gather_rows, way) for way in ROWS)],
@@ -40,6 +41,7 @@ def test_each_way_of_a_benchmark_of_two_ranks_runs(run_ranks: Any, child: Any, g
     run_ranks(child.RANKS, child.work_in_group, *given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("child", "given"), [(batchnorm.CHILD, ["sync", "1"]), (gather_rows.__file__, ["rows", "130", "2"])]
 )

@@ -128,7 +128,7 @@ def quickly(make: Callable[..., nn.Module], **given: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.covered(lambda family: family not in ("resnet18", "swin_t", "mobilenet_v3_small", "googlenet"))
+@pytest.mark.covered(lambda family: family not in ("resnet18", "swin_t"))
 @pytest.mark.parametrize("family", FAMILIES.split())
 def test_torchvision_models_are_named(family: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"init_weights": False} if family in ("googlenet", "inception_v3") else {}

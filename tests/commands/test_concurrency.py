@@ -85,6 +85,7 @@ def run(folder: Path, words: list[str]) -> None:
 OUTPUTS = ["out.pt", "out.safetensors", "out/"]
 
 
+@pytest.mark.covered(lambda output: output == "out.safetensors")
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_two_writers_both_succeed_and_a_reader_has_what_one_wrote(output: str, tmp_path: Path) -> None:
     digests = prepare(tmp_path)
@@ -108,6 +109,7 @@ def is_done(running: subprocess.Popen[str]) -> bool:
     return bool(select.select([running.stdout], [], [], 0)[0])
 
 
+@pytest.mark.long
 def test_a_hundred_processes_write_into_one_folder_at_once(tmp_path: Path) -> None:
     """Half of them write one output, the others one each."""
     digests = prepare(tmp_path)
@@ -121,6 +123,7 @@ def test_a_hundred_processes_write_into_one_folder_at_once(tmp_path: Path) -> No
     assert left_in(tmp_path) == []
 
 
+@pytest.mark.covered(lambda output: output == "out.safetensors")
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_killed_writers_leave_a_whole_output_and_the_next_one_cleans_up(output: str, tmp_path: Path) -> None:
     digests = prepare(tmp_path)

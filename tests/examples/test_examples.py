@@ -328,7 +328,12 @@ def commands(name: str) -> list[list[str]]:
     return [shlex.split(command.replace("\\\n", "")) for command in found]
 
 
-@pytest.fixture(scope="module", params=SHORT)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("shapes", "character_lm"))) for name in SHORT
+    ],
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Train an example briefly on one rank and on many; return its name and the folder of both runs."""
     name, folder = request.param, tmp_path_factory.mktemp("runs")

@@ -200,6 +200,7 @@ def harmful(canary: str) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.covered(lambda kind, what: kind == "legacy" and what != "REDUCE")
 @pytest.mark.parametrize("what", harmful("x"))
 @pytest.mark.parametrize("kind", ["zip", "legacy"])
 def test_no_command_runs_what_a_pickle_names(kind: str, what: str, cli: Any, here: Path) -> None:

@@ -291,6 +291,7 @@ def ends_after(calls: int, half: bool, action: Callable[[], object]) -> bool:
     return code == 0
 
 
+@pytest.mark.covered(lambda half, both_ways: not half)
 @pytest.mark.parametrize("half", [False, True], ids=["before the call", "in the middle of a write"])
 @pytest.mark.usefixtures("both_ways")
 def test_killed_at_any_call_the_file_holds_the_old_names_or_the_new(half: bool, path: Path) -> None:

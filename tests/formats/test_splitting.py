@@ -83,6 +83,7 @@ def run_of(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Run
     return run
 
 
+@pytest.mark.covered(lambda ranks: ranks == 2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_was_merged_splits_into_the_ranks_own_files(ranks: int, run_of: RunOf, tmp_path: Path) -> None:
     run = run_of(ranks)
@@ -93,7 +94,7 @@ def test_what_was_merged_splits_into_the_ranks_own_files(ranks: int, run_of: Run
             assert plain(mine.tree) == plain(theirs.tree)
 
 
-@pytest.mark.covered(lambda before, after: (before, after) in {(1, 2), (2, 1), (4, 1)})
+@pytest.mark.covered(lambda before, after: (before, after) != (2, 4))
 @pytest.mark.parametrize(("before", "after"), [*permutations([1, 2, 4], 2)])
 def test_training_goes_on_as_after_the_framework_s_own_resharding(
     before: int, after: int, run_of: RunOf, run_ranks: RunRanks, tmp_path: Path

@@ -46,9 +46,8 @@ def test_a_page_fits_asks_for_nothing_and_nothing_is_complained_of(
             assert dark is (scheme == "dark")
 
 
-@pytest.mark.parametrize(
-    "kind", ["change", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("one", "run"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["change", "one", "run"])
 def test_axe_finds_no_violation(chromium: Any, pages: Any, kind: str) -> None:
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="needs axe, of the extra dev"
@@ -114,6 +113,7 @@ def test_search_finds_folding_folds_and_the_keyboard_does_both(chromium: Any, pa
         assert page.locator(".space .row").all_inner_texts() == ["nothing found"]
 
 
+@pytest.mark.long
 def test_what_is_not_finite_is_marked_and_can_be_shown_alone(chromium: Any, pages: Any) -> None:
     with Shown(chromium, pages["one"]) as shown:
         page = shown.page
@@ -135,6 +135,7 @@ def test_rows_are_sorted_by_a_column(chromium: Any, pages: Any) -> None:
         assert rows(shown)[:2] == ["model.module", "embed.weight"]
 
 
+@pytest.mark.long
 def test_the_map_opens_a_module_and_shows_it_in_the_tree(chromium: Any, pages: Any) -> None:
     with Shown(chromium, pages["one"]) as shown:
         page = shown.page

@@ -75,6 +75,7 @@ def edges(itemsize: int) -> bytes:
     return np.concatenate(parts).astype(f"<u{itemsize}").tobytes()
 
 
+@pytest.mark.covered(lambda source, to: (source, to) == ("float64", "float64"))
 @pytest.mark.parametrize(("source", "to"), PAIRS)
 def test_what_is_near_a_tie_and_what_is_random_is_rounded_as_torch_rounds(source: str, to: str) -> None:
     itemsize = DTYPES[source].itemsize

@@ -43,7 +43,7 @@ ALSO_RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-COVERED = ["adam", "Adagrad", "bf16, clipped, averaged, accumulated", "divided, clipped"]
+COVERED = ["synchronised, all", "adam", "Adagrad", "bf16, clipped, averaged, accumulated", "divided, clipped"]
 COVERED += ["synchronised, shares", "pooled, shares", "shares, bf16"]
 COVERED += ["all decay, linear", "RMSprop with momentum"]
 
@@ -90,6 +90,7 @@ def bound(settings: dict[str, Any]) -> float:
     return BF16_ADAMW if settings.get("optimizer") == "adamw" else BF16
 
 
+@pytest.mark.covered(lambda option: option in COVERED and option != "adam")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_two_ranks_give_what_one_gives_but_for_rounding(run_ranks, tmp_path, option):
     one, two = (last(run_ranks, n, runs.steady, tmp_path / str(n), OPTIONS[option]) for n in (1, 2))
@@ -117,6 +118,7 @@ def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(run_ranks, t
             assert runs.different(plain, found) == [], (change, name)
 
 
+@pytest.mark.covered(lambda before, after: (before, after) == (1, 2))
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_a_divided_run_continues_on_another_number_of_ranks(run_ranks, tmp_path, before, after):
     settings = {**ADAMW, "zero": True, "ema": 0.7}

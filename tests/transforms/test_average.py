@@ -229,6 +229,7 @@ def test_files_of_other_formats_are_averaged_together(tmp_path: Path) -> None:
     assert load_file(tmp_path / "c.safetensors")["w"].tolist() == [0.5, 0.5]
 
 
+@pytest.mark.long
 def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Mock(wraps=mean)
     monkeypatch.setattr(import_module("ckpttool.transforms.mean_tensors"), "mean", counted)

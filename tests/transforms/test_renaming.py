@@ -261,6 +261,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.covered(lambda case: case == "the same twice")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_an_expression_that_never_ends_on_a_key_is_named_with_it(case: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(renaming, "KEY_SECONDS", 0.5)

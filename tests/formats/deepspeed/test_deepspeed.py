@@ -300,6 +300,7 @@ def test_the_file_that_names_the_checkpoint_is_no_output(runs: Path, tmp_path: P
     assert (folder / "latest").read_text() == "global_step3"
 
 
+@pytest.mark.long
 def test_many_buffers_take_time_in_proportion(run: Run) -> None:
     folder = run("zero3-fp32-one-rank")
     names = [f"buffer{number}" for number in range(20_000)]

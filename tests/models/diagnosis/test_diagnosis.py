@@ -313,6 +313,7 @@ def strictly_loaded(command: str, python: str) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
+@pytest.mark.long
 def test_a_plain_program_loads_what_was_fixed(cli: Cli, warm_python: WarmPython, tmp_path: Path) -> None:
     """One program without ckpttool runs all lines of Python."""
     program = ["import sys", "import torch, safetensors.torch"]

@@ -93,6 +93,7 @@ def test_the_commands_and_evaluate_read_a_delta(runs_of_two, cli):
 # ---- going on ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covered(lambda step: step == 1)
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_run_goes_on_from_any_of_them_to_the_same_bits(run_ranks, tmp_path, runs_of_two, step):
     kept, straight = runs_of_two

@@ -41,12 +41,14 @@ def test_a_run_without_clipping_writes_the_files_that_ddp_writes_on_two_ranks(ru
         assert {type(value) for value in ours["model"].values()} == {torch.Tensor}
 
 
+@pytest.mark.long
 def test_the_log_is_that_of_ddp_too(run_ranks, tmp_path):
     for name, settings in {"ours": SHARD, "ddp": {}}.items():
         run_ranks(2, runs.run, runs.steady, str(tmp_path / name), settings)
     assert timeless(entries_of(tmp_path / "ours")) == timeless(entries_of(tmp_path / "ddp"))
 
 
+@pytest.mark.long
 def test_a_record_of_the_run_has_the_digests_that_ddp_gives_on_two_ranks(run_ranks, tmp_path):
     for name, settings in {"ours": SHARD, "ddp": {}}.items():
         run_ranks(2, runs.run, runs.steady, str(tmp_path / name), {**settings, "prove_every": 2})
@@ -75,7 +77,7 @@ MOVES = {
 }
 
 
-@pytest.mark.covered(lambda move: move not in ("other units and offloaded", "without --shard", "groups"))
+@pytest.mark.covered(lambda move: move not in ("without --shard", "groups"))
 @pytest.mark.parametrize("move", MOVES)
 def test_a_run_goes_on_with_other_ranks_units_and_meshes_and_without_shard(run_ranks, tmp_path, whole, move):
     size, settings, bound = MOVES[move]

@@ -71,6 +71,7 @@ def test_documents_that_go_on_where_they_were_left_begin_anew():
     assert [pair[0].tolist() for pair in shard.open(0, None)] == whole
 
 
+@pytest.mark.long
 def test_a_long_document_is_packed_in_a_time_that_grows_with_its_length():
     """Not with its square: to move four million numbers 20,000 times would take minutes."""
     packed = Packed([list(range(4_000_000))], 4)

@@ -89,7 +89,7 @@ SHAPES: dict[str, tuple[int, list[tuple[int, int]]]] = {
 }
 """Lanes, and the samples of each shard."""
 SAMPLES = 45
-SHORT = [(1, "shards"), (2, "lanes"), (3, "an empty one"), (4, "one"), (4, "an empty one")]
+SHORT = [(1, "shards"), (2, "lanes"), (3, "one"), (4, "an empty one")]
 
 
 def stream(shape: str, kind: Any = Counted, **how: Any) -> Data:
@@ -190,6 +190,7 @@ def loaded(shape: str, size: int, workers: int) -> list[dict[int, list[float]]]:
     return steps
 
 
+@pytest.mark.covered(lambda size, workers: (size, workers) == (2, 3))
 @pytest.mark.parametrize(("size", "workers"), [(1, 1), (2, 3), (3, 2)])
 def test_more_workers_than_shards_change_nothing(size, workers):
     for shape in ("one", "an empty one"):
@@ -217,6 +218,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run_ranks, tmp_p
         assert used(rest) == {after: taken for after, taken in used(whole).items() if after > step}
 
 
+@pytest.mark.covered(lambda kind: kind is Counted)
 @pytest.mark.parametrize("kind", [Counted, Placed])
 def test_a_resume_on_other_ranks_uses_the_rest_of_the_samples_once(run_ranks, tmp_path, kind):
     folder = tmp_path / "whole"
@@ -260,6 +262,7 @@ def test_the_shuffle_within_a_window_is_the_same_on_any_number_of_ranks(run_rank
     assert of_epochs(one) == of_epochs(plain)
 
 
+@pytest.mark.covered(lambda settings: "accumulate" in settings)
 @pytest.mark.parametrize("settings", [{"accumulate": 3}, {"virtual_ranks": 4}, {"rank_share": (1, 3)}])
 def test_streams_go_with_other_ways_to_deal_a_batch(run_ranks, tmp_path, settings):
     run_ranks(2, run, str(tmp_path), "lanes", Counted, settings)

@@ -105,7 +105,9 @@ def stopped(run_ranks, undisturbed, tmp_path) -> Callable[..., dict[str, Any]]:
     return stop
 
 
-@pytest.mark.covered(lambda size, on, number: size == 3 and (on == [1]) != (number == signal.SIGTERM))
+@pytest.mark.covered(
+    lambda size, on, number: size == 3 and number != (signal.SIGTERM if on == [1] else signal.SIGINT)
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 @pytest.mark.parametrize(("size", "on"), [(1, [0]), (3, [1]), (3, [0, 2])])
 def test_a_signal_to_any_rank_ends_all_after_one_step(stopped, size, on, number):
@@ -127,7 +129,9 @@ def test_whatever_a_run_holds_is_saved_at_a_signal(stopped, settings):
     stopped(2, [1], ("update", 1), settings)
 
 
-@pytest.mark.covered(lambda when, size, on: (size, on) == (2, [0]))
+@pytest.mark.covered(
+    lambda when, size, on: (size, on) == (2, [0]) or (size > 1 and (when == 0) == (size == 3))
+)
 @pytest.mark.parametrize(("size", "on"), [(1, [0]), (2, [0]), (2, [1]), (3, [1, 2])])
 @pytest.mark.parametrize("when", [0, 5], ids=["in the first epoch", "at the end"])
 def test_a_signal_cuts_an_evaluation_short_and_the_resumed_run_begins_with_it(stopped, size, on, when):
@@ -198,7 +202,7 @@ TOLD: dict[str, tuple[list[str], str | int, int]] = {
 }
 
 
-@pytest.mark.covered(lambda whom: whom == "rank 0 of spawn")
+@pytest.mark.covered(lambda whom: whom in ("rank 0 of spawn", "spawn"))
 @pytest.mark.parametrize("whom", TOLD)
 def test_a_signal_to_any_process_of_a_run_ends_and_saves_it(tmp_path, whom):
     """Processes that load data outlive one to all, until their rank ends."""

@@ -145,6 +145,7 @@ def test_training_goes_on_after_the_readers_of_both_streams_have_gone(tmp_path):
     assert not (tmp_path / "run" / "attempts.json").exists()
 
 
+@pytest.mark.covered(lambda ranks: ranks == 1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []

@@ -67,7 +67,7 @@ def plain(run_ranks: Any, size: int, folder: Path, settings: dict[str, Any]) -> 
     return contents(folder / "last.pt")
 
 
-@pytest.mark.covered(lambda size, function: (size == 3) != (function == "rude"))
+@pytest.mark.covered(lambda size, function: size == 3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("function", ["rude", "failing"])
 def test_it_changes_no_bit_of_the_training_whatever_it_does(run_ranks, tmp_path, own, size, function):

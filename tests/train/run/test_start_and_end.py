@@ -86,6 +86,7 @@ def test_a_model_may_have_more_outputs_than_the_classes_that_are_mixed(run_ranks
 # ---- where a run ends ----------------------------------------------------------------------------------
 
 
+@pytest.mark.covered(lambda size: size == 3)
 @pytest.mark.parametrize("size", [1, 3])
 def test_more_steps_after_max_steps_give_the_run_that_had_them_at_once(run_ranks, tmp_path, size):
     settings = {"scheduler": "none", "save_every": Every(9, "epochs"), "keep": 0, "augment": "crop-flip"}

@@ -62,7 +62,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # ---- sync -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covered(lambda size, samples: (size, samples) == (4, 60) or (size == 1 and samples < 60))
+@pytest.mark.covered(lambda size, samples: (size, samples) not in {(1, 60), (4, 58), (2, 49)})
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("samples", [60, 58, 49], ids=["even", "uneven", "with idle ranks"])
 def test_sync_follows_the_one_process_run_for_20_steps(run_ranks, size, samples):
@@ -134,7 +134,7 @@ def train_branches(rank: int, world_size: int, dtype: torch.dtype, settings: dic
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-@pytest.mark.covered(lambda size, dtype, batch_size: dtype == torch.float32 and size != 4)
+@pytest.mark.covered(lambda size, dtype, batch_size: dtype == torch.float32 or (size, batch_size) == (3, 8))
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4], ids="{} ranks".format)
 @pytest.mark.parametrize("batch_size", [8, 5])
@@ -221,6 +221,7 @@ def train_compiled(rank: int, world_size: int) -> Any:
     return state(trainer.ddp.module)["_orig_mod.2.running_mean"], net[2].num_batches_tracked.item()
 
 
+@pytest.mark.long
 def test_a_compiled_model_is_pooled_without_being_compiled_anew(run_ranks):
     (mean, batches), (other, _) = run_ranks(2, train_compiled, timeout=90)
     assert torch.equal(mean, other)

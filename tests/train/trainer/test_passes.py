@@ -82,7 +82,11 @@ CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_
 
 @pytest.mark.covered(
     lambda name, setting: (
-        name in ("both", "frozen", "pooled") or (setting == "rank_batch" and name not in ("neither", "sync"))
+        name in ("both", "frozen", "pooled", "virtual ranks")
+        or (
+            setting != "accumulate"
+            and (name, setting) not in {("neither", "rank_batch"), ("sync", "rank_share")}
+        )
     )
 )
 @pytest.mark.parametrize(("name", "setting"), CASES)

@@ -203,6 +203,7 @@ def never_better(rank: int, size: int, folder: str, settings: dict[str, Any]) ->
         return runs.run(rank, size, runs.steady, folder, {**EACH, **settings})
 
 
+@pytest.mark.covered(lambda size: size == 3)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_run_ends_early_and_a_larger_number_goes_on_from_there(run_ranks, tmp_path, size):
     said = run_ranks(size, never_better, str(tmp_path), {"stop_early": 2})[0]
@@ -237,6 +238,7 @@ def _first(data: Data, samples: int) -> Any:
     return Subset(data.test, range(samples))
 
 
+@pytest.mark.covered(lambda size: size == 3)
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_test_set_is_scored_by_its_name_and_changes_nothing(run_ranks, tmp_path, size):
     said = run_ranks(size, with_others, str(tmp_path / "with"), {"eval_every": Every(2, "steps")})[0]

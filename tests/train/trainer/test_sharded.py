@@ -116,6 +116,7 @@ def test_each_rank_holds_its_part_of_the_parameters_alone(run_ranks):
     assert sum(held) == 2 * every
 
 
+@pytest.mark.covered(lambda settings: "clip_norm" in settings)
 @pytest.mark.parametrize("settings", [{"accumulate": 3}, {"clip_norm": 0.05}, {"rank_share": (1, 3)}])
 def test_accumulation_clipping_and_shares_are_those_of_one_process(run_ranks, settings):
     """The last batch has one sample: a rank passes the model in which it has none."""

@@ -48,7 +48,11 @@ class Odd(nn.Module):
         return self.second(nn.functional.dropout(hidden, 0.2, self.training).double()).float()
 
 
-@pytest.mark.covered(lambda make, settings: make is runs.restless and len(settings) < 2)
+@pytest.mark.covered(
+    lambda make, settings: (
+        make is Odd or "augment" in settings or (make is runs.restless and len(settings) < 2)
+    )
+)
 @pytest.mark.parametrize(("make", "settings"), [
     (runs.restless, {}),
     (runs.restless, {"accumulate": 2}),
@@ -208,6 +212,7 @@ def seconds_of_an_epoch(rank: int, world_size: int, settings: dict[str, Any]) ->
     return time.process_time() - began
 
 
+@pytest.mark.long
 def test_the_cost_is_bounded(run_ranks):
     for size in (1, 2):
         usual, virtual = [max(run_ranks(size, seconds_of_an_epoch, one)) for one in ({}, FOUR)]

@@ -316,6 +316,7 @@ def test_an_existing_folder_is_replaced_only_if_it_holds_an_adapter_alone(tmp_pa
                 ckpttool.save_adapter(adapter, report.config, path)
 
 
+@pytest.mark.long
 def test_memory_stays_flat(tmp_path: Path) -> None:
     """The difference is too large to stay in memory between passes."""
     base = {"x.weight": torch.randn(4500, 2000)}

@@ -228,6 +228,7 @@ def test_single_tokens_that_were_trained_are_refused_by_name(tmp_path: Path) -> 
         merged(tmp_path, base)
 
 
+@pytest.mark.long
 def test_many_saved_modules_and_many_tensors_take_no_time(tmp_path: Path) -> None:
     names = [f"model.layers.{number}.mlp.gate.weight" for number in range(4000)]
     save_file({**base_state(), **{name: torch.ones(1) for name in names}}, tmp_path / "model.safetensors")
