@@ -140,6 +140,7 @@ class Line:
         self._pieces: list[tuple[Ahead, int, int]] = []
         self._places: dict[tuple[Ahead, int], int] = {}
         self._next = 0  # place of the piece that is fetched next
+        self._taken = set[int]()  # places of those that were read to their end: not always in the line's order
 
     @property
     def goes_on(self) -> bool:
@@ -154,16 +155,21 @@ class Line:
                 self._pieces.append((owner, *bounds))
             begin = bounds[1]
 
-    def fetch_behind(self, owner: Ahead, begin: int, *, jumped: bool) -> None:
+    def fetch_behind(self, owner: Ahead, begin: int, *, jumped: bool, is_taken: bool) -> None:
         """Have pieces fetched behind the one that is read now, as far as there is room."""
         place = self._places.get((owner, begin), -1)
+        if jumped and place in self._taken:  # read again, and so will be what stands behind it
+            self._taken.clear()
+        if is_taken and place >= 0:
+            self._taken.add(place)
         self._next = place + 1 if jumped else max(place + 1, self._next)
         room = HELD // max(1, sum(line.goes_on for line in _lines))  # two that are compared are read by turns
         while self._next < len(self._pieces):
             theirs, begin, end = self._pieces[self._next]
-            if self.held + end - begin > room:
-                return
-            theirs.begin((begin, end))
+            if self._next not in self._taken:
+                if self.held + end - begin > room:
+                    return
+                theirs.begin((begin, end))
             self._next += 1
 
 
@@ -253,7 +259,7 @@ class Ahead:
             else:
                 _now.held.move_to_end(piece)
             if self._line:
-                self._line.fetch_behind(self, bounds[0], jumped=jumped)
+                self._line.fetch_behind(self, bounds[0], jumped=jumped, is_taken=piece.left <= 0)
         return piece
 
     def begin(self, bounds: Range) -> Piece:
