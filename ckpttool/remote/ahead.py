@@ -101,7 +101,7 @@ class _Fetching:
         self._count(piece, piece.stop - piece.start)
         while self.nbytes > HELD and next(iter(self.held)) is not piece:
             oldest, theirs = next(iter(self.held.items()))
-            theirs.drop(oldest)
+            theirs.put_off(oldest)
 
     def drop(self, piece: Piece) -> None:
         if self.held.pop(piece, None) is not None:
@@ -140,7 +140,7 @@ class Line:
         self._pieces: list[tuple[Ahead, int, int]] = []
         self._places: dict[tuple[Ahead, int], int] = {}
         self._next = 0  # place of the piece that is fetched next
-        self._taken = set[int]()  # places of those that were read to their end: not always in the line's order
+        self._taken = set[int]()  # places of those that were read to their end, in any order
 
     @property
     def goes_on(self) -> bool:
@@ -186,6 +186,7 @@ class Ahead:
         self._stops: list[int] = []
         self._nbytes, self._first = LARGEST, 0  # of a piece; of the first of each stretch, 0 for as many
         self._wanted: dict[int, int] = {}  # begin of a piece -> how many of its bytes are read
+        self._rest: dict[int, int] = {}  # the same of pieces that had to make room, as far as not read
         self._pieces: dict[int, Piece] = {}
         self._line: Line | None = None
         self._by = _now
@@ -221,7 +222,7 @@ class Ahead:
         with _now.lock:
             for piece in [*self._pieces.values()]:
                 self.drop(piece)
-            self._starts, self._stops, self._line = [], [], None
+            self._starts, self._stops, self._rest, self._line = [], [], {}, None
 
     def fill(self, offset: int, view: memoryview, *, counts: bool = True) -> None:
         """Fill memory with the bytes from `offset`; they count as taken unless they were not announced."""
@@ -266,10 +267,16 @@ class Ahead:
         """Return a piece that is fetched, or have it fetched."""
         piece = self._pieces.get(bounds[0])
         if piece is None:
-            piece = self._pieces[bounds[0]] = Piece(*bounds, self._wanted[bounds[0]], self._line)
+            left = self._rest.pop(bounds[0], self._wanted[bounds[0]])
+            piece = self._pieces[bounds[0]] = Piece(*bounds, left, self._line)
             _now.hold(piece, self)
             _now.start(partial(self._fetch, *bounds), piece)
         return piece
+
+    def put_off(self, piece: Piece) -> None:
+        """Let a piece go that will be fetched again when it is read."""
+        self.drop(piece)
+        self._rest[piece.start] = piece.left
 
     def drop(self, piece: Piece) -> None:
         """Let a piece go; whoever waits for it still gets its bytes."""
@@ -303,10 +310,11 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
     of_source: dict[Source, list[Range]] = defaultdict(list)
     for place in chain.from_iterable(jobs):
         of_source[place.source].append((place.offset, place.offset + place.nbytes))
-    # What is put together from many objects has a piece of each in use, and the next ones of some are on
-    # their way: the ends of pieces are spread, so that not all are needed at once.
+    # What is put together from many objects has a piece of each in use, where one tensor ends and the next one
+    # begins two, and the next ones of some are on their way: the ends of pieces are spread, so that not all are
+    # needed at once.
     together = max((len({place.source for place in places}) for places in jobs), default=1)
-    nbytes = max(SMALLEST, min(LARGEST, HELD // min(2 * together, together + 2 * UNDER_WAY)))
+    nbytes = max(SMALLEST, min(LARGEST, HELD // min(3 * together, together + 2 * UNDER_WAY)))
     line = Line()
     if jobs:
         _lines.add(line)

@@ -11,7 +11,7 @@ PIECE, PIECES = 64 << 10, 6
 
 
 def expected(asked: Counter[int]) -> Ahead:
-    """Return an object of six pieces that are all expected; each request counts the piece that it begins at."""
+    """Return an object of six pieces that are all expected; requests are counted by piece."""
 
     def fetch(begin: int, end: int) -> bytes:
         asked[begin // PIECE] += 1
@@ -33,10 +33,23 @@ def test_what_was_read_is_not_fetched_again_with_a_piece_that_had_to_make_room()
     asked: Counter[int] = Counter()
     one = expected(asked)
     read(one, 0, 1, 2)
-    one.drop(one._pieces[3 * PIECE])  # as too much is held while many objects are read
+    one.put_off(one._pieces[3 * PIECE])  # as too much is held while many objects are read
     read(one, 4, 5, 3)
     assert asked == {0: 1, 1: 1, 2: 1, 3: 2, 4: 1, 5: 1}
     assert not one._pieces, "and nothing is held that nobody will take"
+
+
+def test_the_rest_of_a_piece_that_had_to_make_room_is_all_that_is_waited_for() -> None:
+    asked: Counter[int] = Counter()
+    one = expected(asked)
+    read(one, 0)
+    one.fill(PIECE, memoryview(bytearray(PIECE - 8)))
+    one.put_off(one._pieces[PIECE])
+    one.fill(2 * PIECE - 8, memoryview(bytearray(8)))
+    assert PIECE not in one._pieces, "or it would be held, and take room, until the end"
+    read(one, 2, 3, 4, 5)
+    assert asked[1] == 2
+    assert not one._pieces
 
 
 def test_pieces_read_out_of_order_are_fetched_once() -> None:
