@@ -310,9 +310,9 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
     of_source: dict[Source, list[Range]] = defaultdict(list)
     for place in chain.from_iterable(jobs):
         of_source[place.source].append((place.offset, place.offset + place.nbytes))
-    # What is put together from many objects has a piece of each in use, where one tensor ends and the next one
-    # begins two, and the next ones of some are on their way: the ends of pieces are spread, so that not all are
-    # needed at once.
+    # What is put together from many objects has a piece of each in use, and two where one tensor ends and the
+    # next one begins, and the next ones of some are on their way: the ends of pieces are spread, so that not
+    # all are needed at once.
     together = max((len({place.source for place in places}) for places in jobs), default=1)
     nbytes = max(SMALLEST, min(LARGEST, HELD // min(3 * together, together + 2 * UNDER_WAY)))
     line = Line()
