@@ -16,11 +16,12 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import Path, contents, dotted
 from ...checkpoint.flat_optimizers import as_nested
+from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...checkpoint.state import State, part
-from ...checkpoint.states import is_average
+from ...checkpoint.states import is_average, is_optimizer
 from ...errors import NoState, Refused
 from .parameters import by_shapes, parameters_of
-from .slots import BadOptimizer, Slot, slots
+from .slots import BadOptimizer, Slot, entry_of, slots
 
 
 class Owners:
@@ -97,6 +98,30 @@ class Owners:
         drop = f"ckpttool convert {shlex.quote(self.checkpoint.path)} OUT --drop {shlex.quote(where)}"
         why = "which both have its names and shapes, and only the first changes"
         return Refused(self.checkpoint.path, f"{what}, {why}", hint=f"leave it out first: {drop}")
+
+
+def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
+    """Raise Refused where an optimizer keeps momentum of a tensor that has another form in the new state."""
+    owners = Owners(checkpoint, [state])
+    changed = {name: None for name, tensor in state.items() if new.tensors.get(name) != tensor}
+    for path, value in checkpoint.named(contents) if changed else ():
+        if not (isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=True)):
+            continue
+        prefix, kept = owners.prefix(value), as_nested(value)["state"]
+        for slot in _listed(value):
+            name = next(iter(changed)) if slot.name is None else slot.name.removeprefix(prefix)
+            if name in changed and (slot.shape or _has_tensor(entry_of(kept, slot.key))):
+                what = (
+                    f"its optimizer '{dotted(path)[:80]}' keeps momentum of '{name[:80]}' as that was before"
+                )
+                hint = f"leave it out: --drop {shlex.quote(dotted(path))}; a rule of --map takes it along"
+                raise Refused(checkpoint.path, what, hint=hint)
+
+
+def _has_tensor(entry: object) -> bool:
+    """Return whether an optimizer keeps more of a parameter than single numbers."""
+    tensors = map(plain_tensor, entry.values() if isinstance(entry, dict) else ())
+    return any(tensor is not None and tensor.numel > 1 for tensor in tensors)
 
 
 def _listed(optimizer: dict[Any, Any]) -> list[Slot]:

@@ -14,7 +14,8 @@ import ckpttool
 from ckpttool.errors import Refused
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in
-from tests.support.saved import loaded, opened, refused
+from tests.support.running import Cli
+from tests.support.saved import loaded, opened, refused, saved
 
 RULES = """
 from = "a"
@@ -130,3 +131,46 @@ def test_an_average_in_the_model_s_own_dict_is_told_from_the_model(
     both |= {f"module.{name}": value.clone() for name, value in model.state_dict().items()}
     new = changed("rename", {"model": both, "optimizer": stepped(model)}, tmp_path, where)
     assert names(new["optimizer"])[0] == first and {*names(new["optimizer"])} <= {*new["model"]}
+
+
+def complex_net() -> nn.Module:
+    model = nn.ModuleDict({"fc": nn.Linear(3, 5), "square": nn.Linear(3, 3)})
+    model.register_parameter("c", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    return model
+
+
+FORMS = {
+    "square.weight": ["--permute", "square.weight=1,0"],
+    "fc.weight": ["--reshape", "fc.weight=5,3,1,1"],
+    "c": ["--complex", "split"],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("named", [True, False])
+def test_momentum_does_not_stay_in_another_form_than_its_parameter(
+    name: str, named: bool, cli: Cli, tmp_path: Path
+) -> None:
+    model = complex_net()
+    tree = {"model": model.state_dict(), "ema": model.state_dict(), "optimizer": stepped(model, named=named)}
+    saved(tree, tmp_path / "in.pt")
+    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *FORMS[name])
+    assert ran.code == 3 and "its optimizer 'optimizer' keeps momentum of" in ran.err
+    assert (f"'{name}'" in ran.err or not named) and not (tmp_path / "out.pt").exists()
+    for more in (["--drop", "optimizer"], ["--state", "ema"]):
+        assert (
+            cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *FORMS[name], *more, "--force").code == 0
+        )
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", *FORMS[name]).code == 0
+
+
+def test_what_keeps_no_momentum_is_no_obstacle_to_another_form(cli: Cli, tmp_path: Path) -> None:
+    model = net()
+    kept = {**stepped(model), "state": {}}
+    saved({"model": model.state_dict(), "optimizer": kept}, tmp_path / "in.pt")
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--permute", "fc.weight=1,0").code == 0
+    saved({"model": model.state_dict(), "optimizer": stepped(model, named=False)}, tmp_path / "in.pt")
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "same.pt", "--permute", "fc.weight=0,1").code == 0
+    head = stepped(nn.ModuleDict({"out": model.get_submodule("out")}))
+    saved({"model": model.state_dict(), "optimizer": head}, tmp_path / "in.pt")
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "a.pt", "--permute", "fc.weight=1,0").code == 0
