@@ -103,7 +103,8 @@ class Owners:
 def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
     """Raise Refused where an optimizer keeps momentum of a tensor that has another form in the new state."""
     owners = Owners(checkpoint, [state])
-    changed = {name: None for name, tensor in state.items() if new.tensors.get(name) != tensor}
+    views = {name: tensor.view for name, tensor in new.items()}
+    changed = {name: None for name, tensor in state.items() if views.get(name) != tensor.view}
     for path, value in checkpoint.named(contents) if changed else ():
         if not (isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=True)):
             continue
