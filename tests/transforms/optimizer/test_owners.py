@@ -116,6 +116,7 @@ def test_the_optimizer_of_a_whole_model_knows_a_part_of_it_by_longer_names(
         assert {*names(whole["optimizer"])} == {*state}
         assert names(whole["optimizer"])[0] == "encoder.lin.weight"
         assert names(whole["optimizer"])[4] == "decoder.fc.weight"
+        assert names(whole["optimizer"]) == list(state)  # the part stays at its place
     if where != "!decoder":
         with opened(tree, tmp_path) as checkpoint:
             refused_map = {"opened": lambda _: apply(checkpoint, rules_in(RULES), state=where)}
