@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Damaged, NoState, Refused, Unsupported
+from ..errors import Collision, Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
 from ..lazy import shown_by
 from ..remote import ahead
@@ -133,10 +133,15 @@ class State:
         """Return a changed `container` in the form that the tree has: nested dicts when names stayed."""
         if self.part_of is not None:
             outer = self.part_of
-            rest = {key: value for key, value in outer.container.items() if not in_part(key, self.prefix)}
             begin = "" if self.prefix.startswith("!") else self.prefix
             changed = {f"{begin}{key}": value for key, value in container.items()}
-            return outer.restored(remade(outer.container, (rest | changed).items()))
+            is_own = {key: in_part(key, self.prefix) for key in outer.container}
+            first = [*is_own.values()].index(True)  # where the whole part stands, before what follows it
+            rest = [(key, value) for key, value in outer.container.items() if not is_own[key]]
+            if both := [key for key, _ in rest if key in changed]:
+                what = f"two keys would be named '{both[0]}'"
+                raise Collision(what, hint=f"'{both[0]}' is there already, outside '{self.where}'")
+            return outer.restored(remade(outer.container, [*rest[:first], *changed.items(), *rest[first:]]))
         return container if self.nested is None else regrouped(self.nested, self.places, container)
 
 

@@ -117,7 +117,7 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     # of a model, and last what has a name of training's state.
     words = {word for name in path for word in _words(name)}
     ranks = [rank for name in path if (rank := _rank(name)) is not None]
-    if words & AVERAGES:
+    if is_average(path):
         averages = [AVERAGE_NAMES.index(n.lower()) for n in path if n.lower() in AVERAGE_NAMES]
         return Kind.AVERAGE, max(averages, default=len(AVERAGE_NAMES)), len(path)
     if ranks:
@@ -132,6 +132,11 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     if not path and 2 * len(sizes) > len(value):
         return Kind.FILE, 0, 0
     return Kind.UNKNOWN, -sum(sizes), len(path)
+
+
+def is_average(path: Path) -> bool:
+    """Return whether a name in a path is that of an average; `!ema` is all but that."""
+    return any(_words(name) & AVERAGES for name in path if not name.startswith("!"))
 
 
 def equally_likely(root: object, ranked: list[tuple[Likelihood, Path]]) -> list[Path]:

@@ -19,6 +19,7 @@ from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
+from .optimizer.owners import Owners
 from .renaming import MAX_LEVELS, PREFIXES, Renaming, add_names, checked, parent, rename_names, strip_names
 from .wrappers import found_prefixes, inner_prefixes
 
@@ -217,12 +218,14 @@ def _apply(
     """Rename states, their module versions, and the parameter names of every optimizer in the file."""
     states = {id(other.container): (other, theirs) for other, theirs in [*others, (state, renaming)]}
     names = {old: new for _, theirs in reversed(states.values()) for old, new in theirs.names.items()}
+    owners = Owners(checkpoint, [state, *(other for other, _ in others)])
 
     def change(value: object) -> object:
         if id(value) in states:
             return _rename_state(*states[id(value)], wrappers or {})
-        if isinstance(value, dict) and is_optimizer(value):
-            return rename_parameters(value, names)
+        if isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=False):
+            prefix = owners.prefix(value)
+            return rename_parameters(value, {prefix + old: prefix + new for old, new in names.items()})
         return value
 
     also = {other.where: theirs for other, theirs in others}

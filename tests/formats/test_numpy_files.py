@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,6 +93,22 @@ def test_an_array_alone_is_read_under_the_name_that_savez_gives(tmp_path: Path, 
         assert np.array_equal(found.state().tensors["arr_0"].numpy(), ROWS)
     np.savez(tmp_path / "in.npz", ROWS)
     assert cli("diff", tmp_path / "in.npy", tmp_path / "in.npz").code == 0
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_torch_reads_the_same_of_both_byte_orders_in_one_file(
+    save: Callable[..., None], tmp_path: Path
+) -> None:
+    """A `.pt` has one byte order, and torch swaps no type without a storage class of its own (uint16)."""
+    arrays = {f"{order}{code}": np.arange(6).astype(order + code) for code in NUMBERS for order in "<>"}
+    arrays |= {"fortran": np.asfortranarray(ROWS.astype(">u4")), "scalar": np.array(3, ">u2")}
+    save(tmp_path / "in.npz", **arrays)
+    ckpttool.convert(tmp_path / "in.npz", tmp_path / "out.pt")
+    found, mapped = torch.load(tmp_path / "out.pt"), ckpttool.open(tmp_path / "in.npz").state().load()
+    for name, array in arrays.items():
+        assert np.array_equal(found[name].numpy(), array) and np.array_equal(mapped[name].numpy(), array), (
+            name
+        )
 
 
 def test_plain_arrays_are_copied_as_they_lie(tmp_path: Path) -> None:

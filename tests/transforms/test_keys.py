@@ -17,6 +17,7 @@ from ckpttool.errors import Collision, NothingToDo, UsageFault
 from ckpttool.transforms.renaming import add_names, strip_names
 from ckpttool.transforms.wrappers import found_prefixes, inner_prefixes
 from tests.support.comparing import assert_same
+from tests.support.running import Cli
 from tests.support.saved import loaded, opened, saved
 
 ONE = torch.ones(1)
@@ -400,3 +401,19 @@ def test_every_wrapper_of_a_chain_is_named() -> None:
     assert [chain.wrapper for chain in chains] == [ddp, f"{ddp} around torch.compile"]
     (*_, chain) = found_prefixes(["n_averaged", "module._orig_mod.w"])
     assert chain.wrapper == "AveragedModel around torch.compile"
+
+
+def test_a_part_of_a_state_takes_no_name_of_the_rest(cli: Cli, tmp_path: Path) -> None:
+    """An average in the model's own dict: its tensors were replaced by the model's, and lost."""
+    both = {"fc.w": ONE, "module.fc.w": 2 * ONE, "module.fc.b": 3 * ONE, "n": torch.tensor(4)}
+    saved({"model": both}, tmp_path / "in.pt")
+    for command in (["rename-keys", "--map", "^fc=module.fc"], ["add-prefix"]):
+        ran = cli(command[0], tmp_path / "in.pt", tmp_path / "out.pt", "--state", "!module", *command[1:])
+        assert (ran.code, "two keys would be named 'module.fc.w'" in ran.err) == (3, True)
+        assert not (tmp_path / "out.pt").exists()
+    with opened({"model": both}, tmp_path) as checkpoint:
+        new, _ = ckpttool.rename_keys(checkpoint, [("fc", "lin")], state="module")
+        assert_same(
+            loaded(new, tmp_path)["model"],
+            {"fc.w": ONE, "module.lin.w": 2 * ONE, "module.lin.b": 3 * ONE, "n": torch.tensor(4)},
+        )

@@ -117,7 +117,7 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
     in_layout = ("permute", layout.permute, "permuted"), ("reshape", layout.reshape, "reshaped")
     for flag, change, done in in_layout:
         if changes[flag]:
-            checkpoint, names = change(checkpoint, changes[flag], state=state)
+            checkpoint, names = _in_form(checkpoint, target, change(checkpoint, changes[flag], state=state))
             outcome.done += f", {counted(len(names), 'tensor')} {done}"
     if ties := changes["tie"]:
         checkpoint = layout.tie(checkpoint, ties, state=state)
@@ -125,7 +125,7 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
     ways = {"split": (layout.split_complex, "split"), "join": (layout.join_complex, "joined")}
     if way := changes["complex_"]:
         change_parts, done = ways[way]
-        checkpoint, names = change_parts(checkpoint, state=state)
+        checkpoint, names = _in_form(checkpoint, target, change_parts(checkpoint, state=state))
         outcome.done += f", {counted(len(names), 'complex tensor')} {done}"
     if (dtype := changes["dtype"]) is not None:
         checkpoint, casting = cast(checkpoint, dtype, state=state)
@@ -134,6 +134,17 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
         )
         outcome.done += f", {counted(casting.tensors, 'tensor')} cast to {dtype.name}"
     return checkpoint
+
+
+def _in_form(
+    checkpoint: Checkpoint, target: Target, changed: tuple[Checkpoint, tuple[str, ...]]
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return what a change of form made, unless OUTPUT would hold momentum in the old form."""
+    from ...transforms.optimizer.owners import require_none
+
+    if target.place.holds_all:
+        require_none(checkpoint, *(each.state(target.state) for each in (checkpoint, changed[0])))
+    return changed
 
 
 def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:

@@ -32,6 +32,9 @@ PREFIX = "base_model.model."
 
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
+# A tensor of either copy of a module in `modules_to_save`.
+COPY = re.compile(r"(.+\.)(?:modules_to_save|original_module)\.(.+)")
+
 # A factor as it is in the model's own `state_dict`, where several adapters may be.
 NAMED = re.compile(r".+\.lora_(?:embedding_)?[AB]\.(?!bias$)([^.]+)(?:\.weight)?")
 
@@ -123,8 +126,14 @@ class Adapter:
         whole: dict[str, TensorRef] = {}
         factors: dict[str, dict[str, TensorRef]] = {}
         keys: dict[tuple[str, str], str] = {}
-        for key, tensor in self.checkpoint.state().tensors.items():
+        tensors = self.checkpoint.state().tensors
+        for key, tensor in tensors.items():
             name = key.removeprefix(PREFIX)
+            if (copy := COPY.fullmatch(key)) and f"{copy[1]}{copy[2]}" in tensors:
+                continue  # with bias="all" PEFT lists the biases of both beside those of the module
+            if copy:
+                what = f"holds '{key[:80]}', of a copy that PEFT makes of a module, and not the module itself"
+                raise Unsupported(self.checkpoint.path, what, hint=IN_PYTHON)
             if match := FACTOR.fullmatch(name):
                 module, part = match[1], f"{match[2] or ''}{match[3]}"
                 factors.setdefault(module, {})[part] = tensor

@@ -17,6 +17,7 @@ from ...errors import CkptToolError, Refused
 from ...inert_pickle.values import Record, attributes_in
 from ...tensors.cast import Overflows
 from ..keys import with_copies
+from ..optimizer.owners import Owners
 from ..quantization.recognise import CODES_ALONE, require_unpacked
 from ..wrappers import found_prefixes
 from .builtin import rules_of
@@ -87,12 +88,14 @@ def apply(
         for place, target in zip(places, targets, strict=True)
     ]
     new = {id(each.state.container): each.container() for each in mappings}
+    owners = Owners(checkpoint, targets)
 
     def change(value: object) -> object:
         if id(value) in new:
             return new[id(value)]
         if optimizers and isinstance(value, dict) and is_optimizer(value):
-            return followed(checkpoint, value, mappings[0], state)
+            is_own = owners.follows(value, numbers=not mappings[0].only_renames)
+            return followed(checkpoint, value, mappings[0], state) if is_own else value
         return value
 
     first, *copies = mappings

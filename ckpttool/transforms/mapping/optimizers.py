@@ -58,9 +58,9 @@ def _named(
     try:
         return ParameterSource(checkpoint, None, state, None).named(groups, needed=True)[0]
     except BadOptimizer:
-        if any(move.rule.steps for move in mapping.matched.moves) or mapping.matched.dropped:
-            raise
-        return None
+        if mapping.only_renames:
+            return None
+        raise
 
 
 class _Following:

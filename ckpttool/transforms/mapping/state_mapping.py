@@ -121,6 +121,11 @@ class StateMapping:
         self.names: dict[str, tuple[str, ...]] = {}
         self.made_anew: list[str] = []  # names of which a rule takes more than the name
 
+    @property
+    def only_renames(self) -> bool:
+        """Whether each tensor stays as it is, and none is left out."""
+        return not (self.matched.dropped or any(move.rule.steps for move in self.matched.moves))
+
     def container(self) -> Container:
         """Return the state's dict under the new names, in the order of the old ones."""
         taken = {name: move for move in self.matched.moves for name in move.names}

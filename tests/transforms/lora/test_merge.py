@@ -44,6 +44,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"rank_pattern": {"up": 2}, "alpha_pattern": {"^down": 5}},
     "a module saved whole": {"target_modules": ["up"], "r": 2, "modules_to_save": ["head"]},
     "biases": {"target_modules": ["up"], "r": 2, "bias": "all"},
+    "biases of a module saved whole": {"target_modules": ["up"], "r": 2, "bias": "all"}
+    | {"modules_to_save": ["head"]},
 }
 
 
@@ -281,6 +283,10 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
     "another size": (
         GOOD | {"fc.lora_B.weight": B[:3].clone()}, {}, Refused, r"\[3, 4\] is to be added to \[5, 4\]"
     ),
+    "a copy of PEFT's own": (
+        GOOD | {"fc.modules_to_save.bias": torch.ones(5)}, {"modules_to_save": ["fc"]},
+        Unsupported, "a copy that PEFT makes of a module"
+    ),
     "a tensor of no use": (GOOD | {"x.weight": torch.ones(1)}, {}, Refused, "'x.weight': the model has"),
 }  # fmt: skip
 
@@ -341,6 +347,16 @@ def test_what_the_adapter_holds_whole_takes_the_model_s_type(of_adapter: torch.d
     for name, adapter_name in (("head.weight", "head.weight"), ("fc.bias", "fc.base_layer.bias")):
         wanted = base[name].copy_(held[adapter_name])  # as PEFT's load_state_dict does
         assert torch.equal(found[name], wanted) and found[name].dtype == base[name].dtype
+
+
+def test_both_copies_of_a_module_are_passed_over_beside_the_module(tmp_path: Path) -> None:
+    """With bias="all" PEFT saves the biases of the trained copy and of the base's, and the bias itself."""
+    saved({"fc.weight": torch.ones(5, 4), "head.bias": torch.zeros(3)}, tmp_path / "base.pt")
+    held = {"head.bias": torch.ones(3), "head.modules_to_save.bias": torch.ones(3)}
+    held |= {"head.original_module.bias": torch.zeros(3)}
+    save_adapter(tmp_path, GOOD | held, modules_to_save=["head"], bias="all")
+    found = merge(tmp_path)
+    assert {*found} == {"fc.weight", "head.bias"} and torch.equal(found["head.bias"], torch.ones(3))
 
 
 def test_a_folder_without_an_adapter_is_unreadable(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""Which optimizers of a file change with some of its states: those of their parameters, and no other.
+
+A file may hold two models of the same names, each with its optimizer, or a model and its average. Names and
+shapes say whose parameters an optimizer keeps; an average has none. An optimizer of a whole model knows the
+parameters of a part of it by their names in the whole.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import Path, contents, dotted
+from ...checkpoint.flat_optimizers import as_nested
+from ...checkpoint.rebuilt_tensors import plain_tensor
+from ...checkpoint.state import State, part
+from ...checkpoint.states import is_average, is_optimizer
+from ...errors import NoState, Refused
+from .parameters import by_shapes, parameters_of
+from .slots import BadOptimizer, Slot, entry_of, slots
+
+
+class Owners:
+    """The states of a file that change, and the rest."""
+
+    def __init__(self, checkpoint: Checkpoint, changed: Sequence[State]) -> None:
+        self.checkpoint, self.changed = checkpoint, changed
+
+    def follows(self, optimizer: dict[Any, Any], *, numbers: bool) -> bool:
+        """Return whether an optimizer changes with the states; also true where it fits none of the file.
+
+        Args:
+            optimizer: its state, nested or flat.
+            numbers: it changes though it names no parameters: shapes say which they are.
+
+        Raises:
+            Refused: it may be of a state that changes or of one that does not.
+        """
+        listed = _listed(optimizer)
+        if not listed or (any(slot.name is None for slot in listed) and not numbers):
+            return True
+        mine, theirs = ([s for s in those if self._fits(listed, s)] for those in (self.changed, self._rest))
+        if theirs and mine:
+            raise self._ambiguous(optimizer, mine[0], theirs[0])
+        return not theirs
+
+    def prefix(self, optimizer: dict[Any, Any]) -> str:
+        """Return what stands before the names of the (first) state in those of a whole model's optimizer."""
+        return self._prefix(self.changed[0], _listed(optimizer))
+
+    def _fits(self, listed: Sequence[Slot], state: State) -> bool:
+        if is_average((*state.path, state.prefix)):
+            return False
+        if any(slot.name is None for slot in listed):
+            found = parameters_of(self.checkpoint, state.where)
+            return bool(by_shapes([slot.shape for slot in listed], found))
+        prefix = self._prefix(state, listed)
+        shapes = {f"{prefix}{name}": tensor.shape for name, tensor in state.items()}
+        names = {f"{prefix}{name}" for name in state.container}
+        return all(
+            slot.name in names and slot.shape in (None, shapes.get(str(slot.name), slot.shape))
+            for slot in listed
+        )
+
+    def _prefix(self, state: State, listed: Iterable[Slot]) -> str:
+        outer, prefix = self._enclosing(state)
+        return prefix if outer and all(slot.name in outer.container for slot in listed) else ""
+
+    def _enclosing(self, state: State) -> tuple[State | None, str]:
+        """Return the state that a state is a part of, and what stands before its names there."""
+        if state.part_of is not None:
+            return state.part_of, "" if state.prefix.startswith("!") else state.prefix
+        for outer in self._all:
+            count = len(outer.path)
+            if outer.nested is not None and count < len(state.path) and state.path[:count] == outer.path:
+                return outer, f"{dotted(state.path[count:])}."
+        return None, ""
+
+    @cached_property
+    def _all(self) -> list[State]:
+        found = (_state_at(self.checkpoint, path) for path in self.checkpoint.states())
+        return [state for state in found if state is not None]
+
+    @cached_property
+    def _rest(self) -> list[State]:
+        """The states that do not change, but for those that hold one that does, or lie in one."""
+        parts = [rest for each in self.changed if (rest := _complement(each)) is not None]
+        return parts + [s for s in self._all if not any(_is_one(s, each) for each in self.changed)]
+
+    def _ambiguous(self, optimizer: object, mine: State, other: State) -> Refused:
+        named = self.checkpoint.named(contents)
+        where = next((dotted(path) for path, value in named if value is optimizer), "")
+        what = f"its optimizer '{where[:80]}' may be of '{mine.where[:80]}' or of '{other.where[:80]}'"
+        drop = f"ckpttool convert {shlex.quote(self.checkpoint.path)} OUT --drop {shlex.quote(where)}"
+        why = "which both have its names and shapes, and only the first changes"
+        return Refused(self.checkpoint.path, f"{what}, {why}", hint=f"leave it out first: {drop}")
+
+
+def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
+    """Raise Refused where an optimizer keeps momentum of a tensor that has another form in the new state."""
+    owners = Owners(checkpoint, [state])
+    views = {name: tensor.view for name, tensor in new.items()}
+    changed = {name: None for name, tensor in state.items() if views.get(name) != tensor.view}
+    for path, value in checkpoint.named(contents) if changed else ():
+        if not (isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=True)):
+            continue
+        prefix, kept = owners.prefix(value), as_nested(value)["state"]
+        for slot in _listed(value):
+            name = next(iter(changed)) if slot.name is None else slot.name.removeprefix(prefix)
+            if name in changed and (slot.shape or _has_tensor(entry_of(kept, slot.key))):
+                what = (
+                    f"its optimizer '{dotted(path)[:80]}' keeps momentum of '{name[:80]}' as that was before"
+                )
+                hint = f"leave it out: --drop {shlex.quote(dotted(path))}; a rule of --map takes it along"
+                raise Refused(checkpoint.path, what, hint=hint)
+
+
+def _has_tensor(entry: object) -> bool:
+    """Return whether an optimizer keeps more of a parameter than single numbers."""
+    tensors = map(plain_tensor, entry.values() if isinstance(entry, dict) else ())
+    return any(tensor is not None and tensor.numel > 1 for tensor in tensors)
+
+
+def _listed(optimizer: dict[Any, Any]) -> list[Slot]:
+    """Return the parameters of an optimizer; none where it has not the usual form."""
+    try:
+        return [*chain(*slots(as_nested(optimizer)))]
+    except BadOptimizer:
+        return []
+
+
+def _state_at(checkpoint: Checkpoint, path: Path) -> State | None:
+    """Return a state; None where its names are ambiguous."""
+    try:
+        return checkpoint.state_at(path)
+    except (NoState, Refused):
+        return None
+
+
+def _complement(state: State) -> State | None:
+    """Return what a part leaves of its state."""
+    if state.part_of is None:
+        return None
+    prefix = state.prefix
+    return part(state.part_of, prefix[1:] if prefix.startswith("!") else f"!{prefix}")
+
+
+def _is_one(one: State, other: State) -> bool:
+    """Return whether two states are the same, or one lies in the nested dicts of the other."""
+
+    def lies(inner: Path, outer: State) -> bool:
+        return inner == outer.path or (outer.nested is not None and inner[: len(outer.path)] == outer.path)
+
+    return lies(one.path, other) or lies(other.path, one)
