@@ -193,6 +193,9 @@ averages with `--ema`. Equal digests are equal bits.
   averages, optimizer, schedule, progress, random numbers.
 - **Other ranks**: the gradient is that of the mean over the same batch, also with unequal shares. Sums are
   taken in another order, so the last digits differ, by at most what the column says.
+- **Adam and AdamW** divide each gradient by its own size: where that is zero but for rounding, as of the bias
+  of attention's keys, they make the rounding a whole step. Such a parameter differs; what the model computes
+  does not.
 """
 
 WHY = """
