@@ -204,8 +204,8 @@ def test_an_older_checkpoint_of_another_training_does_not_hide_what_was_passed_o
     (tmp_path / "last.pt").unlink()  # it is best.pt
     (tmp_path / "last.pt").write_bytes(cut)
     (said,) = run_ranks(1, run, str(tmp_path), {"resume": "auto", "lr": 0.5})
-    assert said.startswith(f"UsageFault: {tmp_path}/best.pt: belongs to a run with --lr 0.1; passed over ")
-    assert f"; passed over {tmp_path}/last.pt: is cut short" in said
+    older, newer = f"{tmp_path}/step-000004.pt: belongs to a run with --lr 0.1", f"{tmp_path}/last.pt"
+    assert said.startswith(f"UsageFault: {older}; passed over {newer}: is cut short: ")
 
 
 def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, tmp_path, short):
