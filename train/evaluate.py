@@ -29,11 +29,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+try:
+    from train import console
+except ModuleNotFoundError as error:  # a clone that is not installed: Python looks in train/ alone
+    print(
+        f"error: {error.name} is not installed (in a clone of ckpttool: pip install -e '.[train]')",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
 from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
-from train import console
 from train.config.command_line import without
 from train.config.flags import Parser, add_flags
 from train.config.shared import DataConfig, RanksConfig, check_shared, count, flag

@@ -219,6 +219,13 @@ def checkpoint_rows(folder: str) -> list[CheckpointRow]:
     return [_checkpoint_row(folder, path) for path in checkpoints_below(folder)[:MOST_CHECKPOINTS]]
 
 
+def _step_of(tree: object) -> int | None:
+    """Return the step that a checkpoint of this trainer says it is of, or one of Lightning."""
+    tree = tree.get("progress", tree) if isinstance(tree, dict) else None
+    step = tree.get("global_step") if isinstance(tree, dict) else None
+    return step if type(step) is int else None
+
+
 def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
     step = step_in(os.path.relpath(path, folder))
     try:
@@ -230,7 +237,7 @@ def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
                 problem = "it holds one rank's pieces of tensors"
             elif not is_folder(path) and (piece := piece_of(path)) and piece.others:
                 problem = f"it is {piece.what}"
-            stated = ranks.step if ranks and step is None else step
+            stated = step if step is not None else ranks.step if ranks else _step_of(checkpoint.tree)
             trained = any(map(is_optimizer, walk(checkpoint.tree))) or (None if is_folder(path) else False)
             return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem, trained)
     except CkptToolError as error:

@@ -27,7 +27,7 @@ from .pytorch import exported
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
-from .shards import ALONE, INDEX, Format
+from .shards import INDEX, Format, alone_among
 from .strangers import head_of, stranger, stranger_folder
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _open_ranks(names: Sequence[str], take: Take) -> Checkpoint:
 def _only_file(folder: str) -> str | None:
     """Return the model's file in a folder without an index, as transformers finds it; None in any other."""
     names = names_in(folder)
-    alone = [name for name in names if name in ALONE]
+    alone = alone_among(names)
     has_index = any(name.endswith((INDEX, dcp.METADATA)) for name in names)
     return join(folder, alone[0]) if len(alone) == 1 and not has_index else None
 

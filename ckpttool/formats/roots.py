@@ -23,12 +23,9 @@ from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import WORLD, rank_in
 from .ranks.hugging_face import FILE as PIECES
-from .shards import ALONE, INDEX, series_in
+from .shards import INDEX, RECORDS, alone_among, series_in
 
 DEEPEST, MOST_FOLDERS = 4, 2_000
-
-# What the trainer writes next to the checkpoints of a run.
-RECORDS = {"log.jsonl", "run.jsonl"}
 
 # Checkpoints below a folder that are opened to find a whole one, and that a hint names.
 MOST_TRIED, MOST_NAMED = 8, 4
@@ -109,7 +106,8 @@ def looks_whole(folder: str, names: Collection[str]) -> bool:
     ranks = {int(named[1]) for named in of_ranks.values() if named}
     is_one_of_several = any((world := WORLD.search(name)) and int(world[1]) > 1 for name in of_ranks)
     return (
-        any(name in ALONE or name.endswith((INDEX, METADATA, ENDING)) for name in names)
+        bool(alone_among(names))
+        or any(name.endswith((INDEX, METADATA, ENDING)) for name in names)
         or bool(series_in(names))
         or any(PIECES.fullmatch(name) for name in names)
         or is_one_of_several

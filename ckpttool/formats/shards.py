@@ -43,6 +43,9 @@ INDEX = ".index.json"
 # What transformers calls the file of a model that is not cut.
 ALONE = tuple(map("".join, STEMS.values()))
 
+# What the trainer writes next to the checkpoints of a run, and what it calls those.
+RECORDS, OF_RUN = {"log.jsonl", "run.jsonl"}, {"last.pt", "best.pt"}
+
 # How shards are named: by transformers and what follows it; by torchtune, with the epoch.
 NUMBERED = re.compile(r"(?P<begin>.+-)(?P<number>\d{5,7})-of-(?P<count>\d{5,7})(?P<end>\.[a-z]+)")
 OF_TORCHTUNE = re.compile(r"(?P<begin>hf_model_)(?P<number>\d{4})(?P<end>_\d{1,6}\.pt)")
@@ -93,6 +96,12 @@ def read(source: Source) -> Checkpoint:
         return whole
     tree, protocol = full_json.decode_entry(source.path, state, text)
     return replace(whole, tree=tree, protocol=protocol)
+
+
+def alone_among(names: Collection[str]) -> list[str]:
+    """Return the files of whole models in a folder; none in that of a run, of which they are but exports."""
+    of_run = RECORDS & {*names} and OF_RUN & {*names}
+    return [] if of_run else [name for name in names if name in ALONE]
 
 
 class Series(NamedTuple):

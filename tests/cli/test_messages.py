@@ -12,6 +12,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckpttool import errors
 from ckpttool.cli import failure
@@ -281,3 +282,30 @@ def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(here: Path,
     assert f"{here}/last.pt: torch-zip" in pasted(cli, ran.err).out
     found = cli("inspect", here, "--json").json["checkpoints"]
     assert [entry["path"] for entry in found] == [f"{here}/last.pt", f"{here}/best.pt"]
+
+
+def test_a_run_with_a_model_exported_into_its_folder_stays_a_run(here: Path, cli: Any) -> None:
+    os.remove("two.pt")
+    run = here / "runs" / "two"
+    run.mkdir(parents=True)
+    (run / "log.jsonl").write_text("{}\n")
+    torch.save({"model": prefixed(STATE, "module."), "progress": {"global_step": 12}}, run / "best.pt")
+    torch.save({"model": prefixed(STATE, "module."), "progress": {"global_step": 15}}, run / "last.pt")
+    assert cli("strip-prefix", run / "best.pt", run / "model.safetensors").code == 0
+    for command in (f"verify {run}", f"digest {run}", f"convert {run} o.safetensors"):
+        ran = cli(command)
+        assert ran.code == 3 and "is the folder of a training run" in ran.err, command
+    for folder in (run, run.parent):
+        found = cli("inspect", folder, "--json").json["checkpoints"]
+        steps = {os.path.basename(entry["path"]): entry["step"] for entry in found}
+        assert steps == {"last.pt": 15, "model.safetensors": None, "best.pt": 12}
+        assert found[0]["path"] == f"{run}/last.pt"
+
+
+def test_a_model_beside_a_log_or_an_optimizer_of_others_is_the_folders_checkpoint(
+    here: Path, cli: Any
+) -> None:
+    save_file(STATE, here / "model.safetensors")
+    torch.save({}, "optimizer.pt")
+    Path("log.jsonl").write_text("{}\n")
+    assert cli("inspect", here, "--json").json["format"] == "safetensors"

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpttool.distributed import collectives, divided, randomness
-from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
+from ckpttool.formats.reading import open_alone
 from train.checkpoint.deltas import as_torch_reads
 from train.config.settings_file import SOURCES
 from train.config.training import CHANGEABLE
@@ -226,14 +227,13 @@ def read(path: str) -> dict[str, Any]:
         raise
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch looked before the beginning of a file that is cut short
-            raise Damaged(path, f"can't be read: it is cut short or damaged ({reason(error)})") from error
+            raise _unread(path, reason(error)) from error
         raise Unreadable(path, reason(error)) from error
     except pickle.UnpicklingError as error:  # torch's own text tells how to run what is in it
         what = "it holds more than tensors and plain values, or is damaged; nothing in it was run"
         raise Damaged(path, f"can't be read: {what}") from error
     except Exception as error:  # torch raises all kinds of errors for damaged bytes
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Damaged(path, f"can't be read: {why}") from error
+        raise _unread(path, str(error).partition("\n")[0] or type(error).__name__) from error
     if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
         hint = f"inspect it: ckpttool inspect {path}; a slimmed one goes through --init"
         raise Refused(path, "is not a checkpoint of this trainer", hint=hint)
@@ -246,6 +246,15 @@ def read(path: str) -> dict[str, Any]:
             what = "values of the run" if part == "run" else f"{part}'s values"
             raise Damaged(path, f"the {what} are not the saved ones")
     return state
+
+
+def _unread(path: str, why: str) -> Damaged:
+    """Return the error for what torch can't read, as our own reader says it, where that can't either."""
+    try:
+        with open_alone(path):
+            return Damaged(path, f"can't be read: {why}")
+    except FileError as fault:
+        return Damaged(path, fault.reason)
 
 
 @contextlib.contextmanager

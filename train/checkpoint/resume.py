@@ -46,8 +46,9 @@ def resume(trainer: Trainer, folder: str) -> Resumed:
     opened = collectives.broadcast(lambda: _open(trainer, folder))
     if opened is None:
         trainer.init = collectives.from_rank_zero(lambda: _weights(config))
-        unused = ["there is no checkpoint yet: a new run, so --change changes nothing"]
-        return Resumed(unused if config.change else [])
+        new = config.resume == "auto" or config.change
+        unused = ", so --change changes nothing" if config.change else ""
+        return Resumed([f"a new run: {folder} has no checkpoint{unused}"] if new else [])
     path, state, passed_over = opened
     with collectives.fail_together(), malformed(path):
         restore(trainer, parts.joined(path, state, trainer.ddp.state_dict()))
@@ -68,7 +69,10 @@ def _open(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]
     passed_over: list[str] = []
     first: FileError | None = None
     for path, *more in newest_first(folder):
-        state = _whole(path, trainer)
+        try:
+            state = _whole(path, trainer)
+        except UsageFault as fault:  # of another training, perhaps only since newer ones were passed over
+            raise UsageFault("; ".join([fault.message, *passed_over]), hint=fault.hint) from fault
         if isinstance(state, dict):
             return path, state, passed_over
         also = f" (also named {', '.join(map(os.path.basename, more))})" if more else ""

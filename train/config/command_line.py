@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ckpttool.distributed.group import given_world_size, started_by_launcher
@@ -168,16 +169,19 @@ def program(name: str) -> str:
 
 
 def to_paste(words: Sequence[str]) -> str:
-    """Return a command for a shell, indented, broken before a flag where a line would be too long."""
-    columns = min(shutil.get_terminal_size().columns, 80)
-    lines = [" "]
-    for number, word in enumerate(words):
-        quoted = shlex.quote(word)
-        after = words[number + 1] if number + 1 < len(words) else "-"
-        width = len(quoted) + (0 if after.startswith("-") else 1 + len(shlex.quote(after)))
-        if word.startswith("-") and len(lines[-1]) + 1 + width > columns - 2:
+    """Return a command for a shell, indented, broken between its paths and flags where a line is too long."""
+    width = min(shutil.get_terminal_size().columns, 80) - 2
+    parts = [" ".join(map(shlex.quote, words[:2]))]
+    for before, word in pairwise(words[1:]):
+        if before.startswith("-") and not word.startswith("-"):  # its value
+            parts[-1] += f" {shlex.quote(word)}"
+        else:
+            parts.append(shlex.quote(word))
+    lines = [f"  {parts[0]}"]
+    for part in parts[1:]:
+        if len(lines[-1]) + 1 + len(part) > width:
             lines.append("     ")
-        lines[-1] += f" {quoted}"
+        lines[-1] += f" {part}"
     return " \\\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -61,19 +62,27 @@ class Parser(argparse.ArgumentParser):
         """Return the values of the flags; for an unknown flag, raise UsageFault with a suggestion."""
         values, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
-            self._refuse(next((argument for argument in unknown if argument.startswith("--")), unknown[0]))
+            given = sys.argv[1:] if arguments is None else arguments
+            first = next((argument for argument in unknown if argument.startswith("--")), unknown[0])
+            self._refuse(first, [given[place - 2] for place in range(2, len(given)) if given[place] == first])
         return values
 
-    def _refuse(self, argument: str) -> NoReturn:
+    def _refuse(self, argument: str, before: Sequence[str]) -> NoReturn:
+        """Raise UsageFault; `before` is what stands two words before the argument."""
         flag = argument.partition("=")[0]
         if not flag.startswith("--"):
-            self.error(f"{argument}: belongs to no flag")
+            known = self._option_string_actions
+            lists = [flag for flag in before if flag in known and "," in str(known[flag].metavar)]
+            hint = (
+                f"{lists[0]} takes {known[lists[0]].metavar}: with commas, without blanks" if lists else None
+            )
+            self.error(f"{argument}: belongs to no flag", hint=hint)
         meant = closest(flag, [known for known in self._option_string_actions if known.startswith("--")])
         help_lists = f"{self.prog} --help lists the flags"
         raise UsageFault(f"{flag}: no such flag", hint=f"did you mean {meant}?" if meant else help_lists)
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageFault(message, hint=f"{self.prog} --help lists the flags")
+    def error(self, message: str, hint: str | None = None) -> NoReturn:
+        raise UsageFault(message, hint=hint or f"{self.prog} --help lists the flags")
 
     def _print_message(self, message: str, file: object = None) -> None:
         if given_rank() == 0:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.randomness import Keyed
-from ckpttool.errors import Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from ckpttool.models import factory
 from train.config.shared import DataConfig
@@ -45,7 +45,7 @@ def _own(samples: Any, part: str, config: DataConfig, seed: int) -> Samples:
 
 
 class Named(Keyed):
-    """A data set of a user's, whose sample is named when its file can't be read."""
+    """A data set of a user's, whose sample is named when it can't be made."""
 
     def __init__(self, samples: Samples, seed: int, part: str, data: str) -> None:
         super().__init__(samples, seed)
@@ -59,6 +59,11 @@ class Named(Keyed):
             if error.filename is None:
                 raise Unreadable(f"--data {self.data}", f"{sample} can't be read: {why}") from error
             raise Unreadable(os.fsdecode(error.filename), f"{why}: {sample} of --data {self.data}") from error
+        except CkptToolError:
+            raise
+        except Exception as error:
+            what = f"--data {self.data}: {self.part} sample {index}: {factory.described(error)}"
+            raise UsageFault(what, hint="CKPTTOOL_DEBUG=1 with --workers 0 shows the traceback") from error
 
 
 def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from ckpttool.distributed.processes import SPAWNED, end_with_torchrun, environment_of, usable_cores
-from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
+from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault, install
 from ckpttool.models import factory
 from train import console
 
@@ -63,6 +63,11 @@ def run_program(
         return 128 + signal.SIGINT
     except SystemExit as error:
         return complain(_left(error), as_json=as_json)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fault = UsageFault("torch is not installed", hint=install("train"))
+        return complain(fault, as_json=as_json)
     except RuntimeError as error:
         known = _known(error) if is_prepared else None
         if known is None:

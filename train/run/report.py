@@ -69,7 +69,7 @@ class Report:
                 console.say(console.folded(f"{first}  {line.strip()}", sys.stdout, indent=8))
         if self.trainer.progress.epoch < config.epochs:
             if hidden := ", ".join(self._table.hidden):
-                note = f"note    without {hidden}, for which the terminal is too narrow; the log has them"
+                note = f"note    the terminal is too narrow for columns that the log has: {hidden}"
                 console.say(console.folded(note, sys.stdout, indent=8))
             console.say(f"\n{self._table.heading()}")
 

@@ -71,7 +71,9 @@ class Run:
         self.agreement = Agreement(self.stop, self.saver)
         self.hook = Hook(trainer, folder, self.report.event, lambda: self.stop.number)
         self._begin_step: Callable[[int], None] = lambda _: None
-        began = [("resume", text) for text in resumed.remarks] or [("init", text) for text in job.remarks]
+        is_new = resumed.source is None
+        began = [("start" if is_new else "resume", text) for text in resumed.remarks]
+        began += [("init", text) for text in job.remarks if is_new]
         self.report.begin(began + [("like", text) for text in like] + measured)
 
     @contextlib.contextmanager

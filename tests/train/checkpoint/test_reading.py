@@ -72,7 +72,7 @@ def test_a_truncated_file_is_damaged(run, tmp_path):
     data = run[2].read_bytes()
     for kept in (0, 100, *(part * len(data) // 20 for part in range(1, 20)), len(data) - 99):
         (tmp_path / "cut.pt").write_bytes(data[:kept])
-        with pytest.raises(Damaged, match=r"cut\.pt: can't be read"):
+        with pytest.raises(Damaged, match=r"cut\.pt: is cut short: " if kept else r"cut\.pt: is empty"):
             checkpoints.read(str(tmp_path / "cut.pt"))
 
 

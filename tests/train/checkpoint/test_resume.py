@@ -131,6 +131,7 @@ def test_only_rank_0_decides_whether_there_is_a_checkpoint_to_resume(run_ranks, 
 
 def test_resume_auto_without_a_checkpoint_starts_a_new_run(run_ranks, tmp_path):
     said, _ = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1})
+    assert f"start   a new run: {tmp_path} has no checkpoint\n" in said
     assert "resume  " not in said and logged_epochs(tmp_path) == [1]
 
 
@@ -150,7 +151,7 @@ NOT_SAVED = "the model's values are not the saved ones"
     ("size", "how", "passed_over"),
     [
         (1, "damaged", [f"last.pt: {NOT_SAVED}", f"step-000007.pt: {NOT_SAVED}"]),
-        (2, "cut off", [r"last.pt: can't be read: .* \(also named step-000007.pt\)"]),  # is read once
+        (2, "cut off", [r"last.pt: is cut short: .* \(also named step-000007.pt\)"]),  # is read once
         (3, "missing", ["step-000098.pt: is not a checkpoint of this trainer"]),
         (2, "a link to nothing", ["last.pt: is a link to nothing"]),
     ],
@@ -195,6 +196,16 @@ def test_resume_auto_passes_over_no_checkpoint_of_another_training(run_ranks, tm
     run_ranks(1, run, str(tmp_path), {"epochs": 1})
     (said,) = run_ranks(1, run, str(tmp_path), {"resume": "auto", "lr": 0.5})
     assert said.startswith(f"UsageFault: {tmp_path}/last.pt: belongs to a run with --lr 0.1")
+
+
+def test_an_older_checkpoint_of_another_training_does_not_hide_what_was_passed_over(run_ranks, tmp_path):
+    run_ranks(1, run, str(tmp_path), {"epochs": 1})
+    cut = (tmp_path / "best.pt").read_bytes()[:5000]
+    (tmp_path / "last.pt").unlink()  # it is best.pt
+    (tmp_path / "last.pt").write_bytes(cut)
+    (said,) = run_ranks(1, run, str(tmp_path), {"resume": "auto", "lr": 0.5})
+    older, newer = f"{tmp_path}/step-000004.pt: belongs to a run with --lr 0.1", f"{tmp_path}/last.pt"
+    assert said.startswith(f"UsageFault: {older}; passed over {newer}: is cut short: ")
 
 
 def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, tmp_path, short):

@@ -135,6 +135,13 @@ def test_a_value_too_many_is_named():
     assert refused.value.hint == "train/main.py --help lists the flags"
 
 
+@pytest.mark.parametrize("values", ["0.485 0.456 0.406", "0.5 0.5 0.5"])
+def test_values_with_blanks_between_them_are_told_to_have_commas(values):
+    with pytest.raises(UsageFault, match=rf"^{values.split()[1]}: belongs to no flag\b") as refused:
+        command_line.parse(["--epochs", "2", "--mean", *values.split()])
+    assert refused.value.hint == "--mean takes M,M,M: with commas, without blanks"
+
+
 def test_the_flag_is_named_where_a_value_stands_before_it():
     with pytest.raises(UsageFault, match=r"^--batchsize: no such flag\b"):
         command_line.parse(["3", "--batchsize", "64"])

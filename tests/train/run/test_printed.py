@@ -172,6 +172,11 @@ def overprinted(line: str) -> str:
     return shown.rstrip()
 
 
+def pasted(lines: list[str]) -> str:
+    """Return what a shell takes lines for."""
+    return " ".join("\n".join(lines).replace("\\\n", "").split())
+
+
 @pytest.mark.parametrize("columns", [40, 80])
 def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path, columns):
     (tmp_path / "own.py").write_text(OWN)
@@ -181,17 +186,14 @@ def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path,
     heading, *rows = lines[start : lines.index("", start)]
     figures = ["mse", "mae", "r2", "seconds"] if columns == 80 else []
     assert heading.split() == ["epoch", "train", "loss", "test", "loss", *figures]
-    named = "note without r2, mae, mse, seconds, for which the terminal is too narrow; the log has them"
+    named = "note the terminal is too narrow for columns that the log has: r2, mae, mse, seconds"
     assert (named in " ".join(" ".join(lines).split())) == (columns == 40)
     assert [row.split()[0] for row in rows] == ["0.60/2", "1/2", "1.20/2", "1.80/2", "2/2"]
     for row in rows if columns == 80 else ():
         assert row[len(heading) - 1].isdigit() and row[len(heading) :] in ("", "  best")
     assert not any("step/s" in line for line in lines)
-    assert "  ckpttool strip-prefix x/best.pt x/model.safetensors" in lines
-    assert (
-        max(len(line) for line in lines if "evaluate.py" not in line and "strip-prefix" not in line)
-        <= columns
-    )
+    assert "ckpttool strip-prefix x/best.pt x/model.safetensors" in pasted(lines)
+    assert max(len(line) for line in lines if "evaluate.py" not in line) <= columns
     assert not any(line.endswith("-") or line.startswith(" " * 9) for line in lines[: start - 1])
 
 
@@ -209,3 +211,12 @@ def test_a_command_is_broken_before_flags_and_is_the_same_for_a_shell():
     assert shlex.split(text.replace(" \\\n", " ")) == words
     assert 1 < len(text.splitlines()) == text.count("\n      --") + 1
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_command_is_broken_between_paths_in_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    words = "ckpttool strip-prefix runs/2026-11-26-201001/best.pt runs/2026-11-26-201001/model.safetensors"
+    program, *paths = words.split(" runs")
+    broken = "".join(f" \\\n      runs{path}" for path in paths)
+    assert command_line.to_paste(words.split()) == f"  {program}{broken}"
+    assert command_line.to_paste(["ckpttool"]) == "  ckpttool"
