@@ -198,6 +198,7 @@ class Remedy:
     command: tuple[str, ...]  # without the files
     apply: Callable[[Checkpoint], Checkpoint]  # raises CkptToolError where the command would fail
     is_guess: bool = False  # by order and shapes, which do not tell layers of one shape apart
+    first: tuple[Remedy, ...] = ()  # what its command needs done before
 
 
 Finder = Callable[[Case], Iterator[Remedy]]

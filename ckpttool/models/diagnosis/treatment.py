@@ -152,9 +152,14 @@ def _best(case: Case, finder: Finder) -> tuple[Remedy, Case] | None:
     best: tuple[Remedy, Case] | None = None
     for remedy in finder(case):
         after = _after(case, remedy)
-        if after is not None and after.fit.distance < (best[1] if best else case).fit.distance:
+        if after is not None and _far(after, remedy) < _far(best[1] if best else case, remedy):
             best = remedy, after
     return best
+
+
+def _far(case: Case, remedy: Remedy) -> tuple[int, int]:
+    """Return how far a state is from its model; names that meet in other sizes are nearer, unless guessed."""
+    return case.fit.distance, 0 if remedy.is_guess else len(case.fit.missing)
 
 
 def _after(case: Case, remedy: Remedy) -> Case | None:
