@@ -6,6 +6,7 @@ brings the file over: a map between the two, or plain tensors first.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -132,7 +133,7 @@ def conformed(
         places = like if isinstance(like, Mapping) else _places(like, choices.get("like_state"))
         if way := _way(checkpoint, places, state):
             is_open = isinstance(error, Ambiguous) and error.hint
-            error.hint = f"{way}; else: {error.hint}" if is_open else way
+            error.hint = f"{error.hint}; or {way}" if is_open else way  # what is to be pasted stands last
         raise
 
 
@@ -144,8 +145,9 @@ def _places(like: str, where: str | None) -> Places:
 def _way(checkpoint: Checkpoint, places: Places, where: str | None) -> str:
     state = checkpoint.state(where)
     if flags := next(maps_between(state.tensors, places), ""):
-        return f"a map is between the two: ckpttool convert INPUT OUTPUT {flags}"
+        return f"a map is between the two: ckpttool convert {shlex.quote(checkpoint.path)} OUTPUT {flags}"
     case = Case(checkpoint, state, Blueprint(places, (), ()), Fit(), None, state, Aim("REF", "--like"))
     if any(dequantized(case)):
-        return "INPUT is quantised: ckpttool convert INPUT PLAIN --dequantize, and conform that"
+        plain = f"ckpttool convert {shlex.quote(checkpoint.path)} PLAIN --dequantize"
+        return f"the file is quantised; make it plain, and conform that: {plain}"
     return ""
