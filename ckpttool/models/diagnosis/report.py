@@ -100,7 +100,8 @@ class Report:
             then = self._trial(Aim(respec.spec))
             self.problems.append(Problem("size", respec.message, then))
         else:
-            self.problems += [Problem(kind, message) for kind, message in unfixable(after)]
+            found = unfixable(after, listed=after.fit == case.fit)  # the diagnosis begins with those
+            self.problems += [Problem(kind, message) for kind, message in found]
         python = python_line(*self._result, self.file, rewritten=self._is_written) if then else None
         self.problems += as_it_is if then else ()
         self.problems += self._remarks(bool(then))

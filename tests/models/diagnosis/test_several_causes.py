@@ -65,6 +65,32 @@ def test_a_prefix_does_not_hide_a_model_of_another_size(
     pasted(cli, ran.out)
 
 
+def test_another_number_of_layers_is_found_by_the_factory_or_said(
+    own: nn.Module, cli: Cli, here: Path
+) -> None:
+    torch.save(own.state_dict(), here / "a.pt")
+    ran = cli("doctor", "a.pt", "--model", "own.py:model(n=3)")
+    assert "size: n is 2 in the file and 3 in the model" in ran.out
+    pasted(cli, ran.out)
+    torch.save({**own.state_dict(), "blocks.2.0.weight": torch.ones(4)}, here / "like.pt")
+    ran = cli("doctor", "a.pt", "--like", "like.pt")
+    said = " ".join(line.strip("# ") for line in ran.out.splitlines())
+    assert "lacks 1 of the model's names; the model has 3 layers 'blocks.N', the file 2" in said
+    assert said.count("blocks.2.0.weight") == 1  # not once more below
+
+
+def test_no_names_are_guessed_for_another_model(cli: Cli, here: Path) -> None:
+    names = {f"layer{i}.{j}.conv.weight": torch.ones(4, 4, 3, 3) for i in range(2) for j in range(2)}
+    torch.save({**names, "fc.weight": torch.ones(3, 9)}, here / "a.pt")
+    torch.save(
+        {f"stage{i}.conv.weight": torch.ones(4, 4, 3, 3) for i in range(3)}
+        | {"top.weight": torch.ones(5, 7)},
+        here / "b.pt",
+    )
+    ran = cli("doctor", "a.pt", "--like", "b.pt")
+    assert ran.code == 1 and not commands(ran.out) and "shapes alone" not in ran.out
+
+
 @pytest.fixture
 def gpt(here: Path) -> State:
     """nanoGPT's weights; `gpt2.pt` has what GPT-2 of transformers saves of them."""
