@@ -15,12 +15,13 @@ from tests.support.mapped import State, mapped, random_state
 from tests.support.running import Cli
 from tests.support.saved import prefixed
 
+# Each tensor of the model depends on its size.
 CODE = """
 from torch import nn
 
 def model(vocab=16, d=4, n=2):
     blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d)) for _ in range(n))
-    return nn.ModuleDict({"embed": nn.Embedding(vocab, d), "blocks": blocks, "head": nn.Linear(d, vocab)})
+    return nn.ModuleDict({"embed": nn.Embedding(vocab, d), "blocks": blocks, "head": nn.Linear(d, vocab, bias=False)})
 """
 
 
