@@ -38,7 +38,7 @@ from .commands import (
 )
 from .failure import Call, fail, left_by
 
-OTHER_NAMES = dict.fromkeys(("info", "show", "ls", "list", "summary"), ["inspect"])  # that people try first
+OTHER_NAMES = {name: ["inspect"] for name in ("info", "show", "ls", "summary")}  # as other tools have them
 TWO_COLUMNS = 60  # of a terminal from which on options stand beside their meaning
 
 EPILOG = """\

@@ -21,7 +21,8 @@ from torch import nn
 
 def model(vocab=16, d=4, n=2):
     blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d)) for _ in range(n))
-    return nn.ModuleDict({"embed": nn.Embedding(vocab, d), "blocks": blocks, "head": nn.Linear(d, vocab, bias=False)})
+    head = nn.Linear(d, vocab, bias=False)
+    return nn.ModuleDict({"embed": nn.Embedding(vocab, d), "blocks": blocks, "head": head})
 """
 
 
