@@ -38,6 +38,7 @@ from .commands import (
 )
 from .failure import Call, fail, left_by
 
+OTHER_NAMES = {name: ["inspect"] for name in ("info", "show", "ls", "summary")}  # as other tools have them
 TWO_COLUMNS = 60  # of a terminal from which on options stand beside their meaning
 
 EPILOG = """\
@@ -180,7 +181,7 @@ class Commands(click.Group):
             return super().resolve_command(ctx, args)
         from difflib import get_close_matches
 
-        close = get_close_matches(name, self.commands, cutoff=0.5)
+        close = OTHER_NAMES.get(name) or get_close_matches(name, self.commands, cutoff=0.5)
         meant = f"; did you mean {' or '.join(close)}?" if close else ""
         raise click.UsageError(f"there is no command '{name}'{meant}", ctx)
 

@@ -5,7 +5,7 @@ Where only sizes differ, the model's factory is run again to find the arguments 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ..errors import UsageFault
 from ..formats.reading import File, opened
 from . import factory
 from .diagnosis import Diagnosis, diagnose
+from .diagnosis.blocks import unequal_counts
 from .diagnosis.fit import Aim, Blueprint, Case, Fit, Respec, compare
 from .skeleton import accepts, skeleton
 
@@ -79,8 +80,9 @@ def resized(spec: str, case: Case) -> Respec | None:
     """Find a SPEC that builds the model in a state's sizes."""
     changes: dict[str, tuple[object, int]] = {}
     fit, builds = case.fit, 0
+    counts = [(there, here) for _, there, here in unequal_counts(case.state.tensors, case.blueprint.places)]
     while fit.distance and builds < MAX_BUILDS:
-        for name, old, new in _candidates(spec, fit):
+        for name, old, new in _candidates(spec, fit, counts):
             builds += 1
             longer = factory.respelled(spec, {name: new})
             nearer = _fit(longer, case)
@@ -105,9 +107,9 @@ def _fit(spec: str, case: Case) -> Fit | None:
         return None  # the factory does not take this argument, or not this value
 
 
-def _candidates(spec: str, fit: Fit) -> Iterator[tuple[str, Any, int]]:
-    """Yield each (argument, its value, the size in the file) once."""
-    sizes: dict[tuple[int, int], None] = {}
+def _candidates(spec: str, fit: Fit, counts: Iterable[tuple[int, int]]) -> Iterator[tuple[str, Any, int]]:
+    """Yield each (argument, its value, the size or the number of layers in the file) once."""
+    sizes: dict[tuple[int, int], None] = dict.fromkeys(counts)
     for _, theirs, ours in fit.mismatched:
         pairs = zip(_sizes(theirs), _sizes(ours), strict=False)
         sizes |= {(wanted, given): None for wanted, given in pairs if wanted != given}

@@ -187,6 +187,11 @@ def test_a_misspelt_command_is_answered_with_similar_ones(typed: str, cli: Any) 
     assert ran.code == 2 and f"there is no command '{typed}'; did you mean strip-prefix" in ran.err
 
 
+def test_the_name_that_other_tools_have_is_answered_with_ours(cli: Any) -> None:
+    ran = cli("info last.pt")
+    assert ran.code == 2 and "there is no command 'info'; did you mean inspect?" in ran.err
+
+
 def test_a_shell_can_ask_for_completions(process: Any) -> None:
     assert "complete -o nosort -F" in process(env={"_CKPTTOOL_COMPLETE": "bash_source"}).stdout.decode()
     asked = {"_CKPTTOOL_COMPLETE": "bash_complete", "COMP_WORDS": "ckpttool conv", "COMP_CWORD": "1"}

@@ -33,10 +33,7 @@ from ckpttool.models.reloading import Reloaded, reload
 from ckpttool.models.skeleton import accepts
 from ckpttool.transforms.wrappers import found_prefixes
 
-# Names of one kind that an error lists if no command helps; it counts the rest.
-LISTED = 200
-
-# Names that any other list shows.
+# Names of one kind that a message shows; it counts the rest.
 SHOWN = 8
 
 # Kinds of problems that the lists of names show.
@@ -50,7 +47,7 @@ def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list
 
     Raises:
         UsageFault: the weights do not fit the model, or some are NaN or infinite, or a pattern matches no
-            name of the model. The hint lists every name and the commands that fix the file.
+            name of the model. The hint lists names and the commands that fix the file.
         Unreadable, Damaged, Unsupported, Refused: the file can't be read, or fails its checksums.
         NoState: it holds no model's state, or several and nothing says which to take.
     """
@@ -152,27 +149,26 @@ def _listed(names: Sequence[str], shown: int = SHOWN) -> str:
 def _misfit(
     checkpoint: Checkpoint, model: nn.Module, fault: Mismatch, patterns: tuple[str, ...]
 ) -> UsageFault:
-    """Return the error for weights that do not fit: every name, and what to do about it."""
+    """Return the error for weights that do not fit: names, and what to do about it."""
     mismatched = [f"{name} ({its} in the file, {ours} in the model)" for name, its, ours in fault.mismatched]
     kinds = {"missing": fault.missing, "unexpected": fault.unexpected, "of another shape": mismatched}
     said = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
     if not said:  # a module of the model refused its part
         return UsageFault(f"--init {fault.message}", hint=fault.hint)
-    advice, is_fixed = _advice(checkpoint, model, patterns)
-    shown = SHOWN if is_fixed else LISTED
-    lists = [line for kind, names in kinds.items() for line in _paragraph(kind, names, shown)]
+    advice = _advice(checkpoint, model, patterns)
+    lists = [line for kind, names in kinds.items() for line in _paragraph(kind, names)]
     # With several lines, the program prints a hint below the message.
     hint = "\n".join(lists + advice)
     return UsageFault(f"--init {checkpoint.path}: does not fit the model: {said}", hint=hint)
 
 
-def _paragraph(kind: str, names: Sequence[str], shown: int) -> list[str]:
-    text = f"{kind}: {_listed(names, shown)}" if names else ""
+def _paragraph(kind: str, names: Sequence[str]) -> list[str]:
+    text = f"{kind}: {_listed(names)}" if names else ""
     return textwrap.wrap(text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> tuple[list[str], bool]:
-    """Return the commands that make the file fit and the flags that let it differ; and whether they do."""
+def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Return the commands that make the file fit and the flags that let it differ."""
     diagnosis = _diagnosis(checkpoint, model, patterns)
     fresh: tuple[str, ...] = ()
     if diagnosis.then is None:
@@ -182,7 +178,7 @@ def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...])
     if diagnosis.then is None:
         problems = [p for p in diagnosis.problems if p.kind not in LISTED_ALREADY and not p.is_remark]
         words = [problem.message.partition(";")[0] for problem in problems]  # what follows are names again
-        return [*words, f"see what is in it: {command_line(['ckpttool', 'inspect', checkpoint.path])}"], False
+        return [*words, f"see what is in it: {command_line(['ckpttool', 'inspect', checkpoint.path])}"]
     commands = [p.command for p in diagnosis.problems if p.command and not p.is_remark]
     result, state = shlex.split(diagnosis.then)[2], checkpoint.state()
     wrappers = [["--prefix", found.prefix] for found in found_prefixes(state.tensors, state.versions)]
@@ -191,7 +187,7 @@ def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...])
     lines = ["rewrite the file:", *(f"  {command}" for command in commands)] if commands else []
     flags = [word for pattern in (*patterns, *fresh) for word in ("--init-allow-missing", pattern)]
     how = "start with what fits, the rest newly made:" if fresh else "start with:"
-    return [*lines, how, f"  {command_line(['--init', result, *flags])}"], True
+    return [*lines, how, f"  {command_line(['--init', result, *flags])}"]
 
 
 def _wanting(checkpoint: Checkpoint, model: nn.Module) -> set[str]:

@@ -6,12 +6,16 @@ brings the file over: a map between the two, or plain tensors first.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import contents, dotted
+from ...checkpoint.states import is_optimizer
 from ...errors import Ambiguous, CkptToolError, Mismatch, Refused, Unsupported
 from ...formats.reading import opened
 from ...transforms.conforming.conform import Conformed, conform, require_certain
@@ -21,7 +25,9 @@ from ...transforms.mapping.applying import apply, config_of
 from ...transforms.mapping.builtin import maps
 from ...transforms.mapping.matching import matched
 from ...transforms.mapping.rules import Rules
-from .fit import Aim, Blueprint, Case, Fit, Remedy
+from ...transforms.optimizer.rekey import to_names
+from ...transforms.selection import drop
+from .fit import Aim, Blueprint, Case, Fit, Remedy, shortened
 from .value_remedies import dequantized
 
 
@@ -29,17 +35,44 @@ def mapped(case: Case) -> Iterator[Remedy]:
     """Change the architecture by a map that comes with the package, forwards or backwards."""
     config = cache(lambda: config_of(case.checkpoint))
     for rules in maps():
-        yield _by(rules, (), config)
+        yield from _by(case.checkpoint, rules, (), config)
         if rules.reversible:
-            yield _by(rules.inverse(), ("--inverse",), config)
+            yield from _by(case.checkpoint, rules.inverse(), ("--inverse",), config)
 
 
-def _by(rules: Rules, flags: tuple[str, ...], config: Callable[[], Mapping[str, Any]]) -> Remedy:
-    def change(checkpoint: Checkpoint) -> Checkpoint:
-        return apply(checkpoint, rules, config=config(), optimizers=False)[0]
+def _by(
+    checkpoint: Checkpoint, rules: Rules, flags: tuple[str, ...], config: Callable[[], Mapping[str, Any]]
+) -> Iterator[Remedy]:
+    """Yield a map as it is, then after what its optimizers need."""
+    with suppress(CkptToolError):
+        apply(checkpoint, rules, config=config(), optimizers=False)  # else none of them works
+        message = f"the file has the names and layout of {rules.start}, the model those of {rules.end}"
+        by = Remedy(
+            "map", message, ("convert", "--map", rules.name, *flags), partial(_changed, rules, config)
+        )
+        yield by
+        for step in _for_optimizers(checkpoint):
+            yield _preceded(by, step)
 
-    message = f"the file has the names and layout of {rules.start}, the model those of {rules.end}"
-    return Remedy("map", message, ("convert", "--map", rules.name, *flags), change)
+
+def _preceded(by: Remedy, step: Remedy) -> Remedy:
+    return replace(by, first=(step,), apply=lambda checkpoint: by.apply(step.apply(checkpoint)))
+
+
+def _changed(rules: Rules, config: Callable[[], Mapping[str, Any]], checkpoint: Checkpoint) -> Checkpoint:
+    return apply(checkpoint, rules, config=config())[0]
+
+
+def _for_optimizers(checkpoint: Checkpoint) -> Iterator[Remedy]:
+    """Yield what lets a map take optimizers along: names in the order of the state; else their removal."""
+    message = "the optimizer names no parameters: they are taken in the order of the file's state"
+    command = ("optimizer", "--to", "names", "--order", "state")
+    yield Remedy("optimizer-names", message, command, lambda c: to_names(c, order="state")[0])
+    found = [dotted(path) for path, value in checkpoint.named(contents) if is_optimizer(value)]
+    if all(found):
+        message = f"what an optimizer keeps can't follow the map, and is left out: {shortened((*found,))}"
+        flags = [word for name in found for word in ("--drop", name)]
+        yield Remedy("optimizer-left-out", message, ("convert", *flags), lambda c: drop(c, found))
 
 
 def maps_between(theirs: Iterable[str], ours: Iterable[str]) -> Iterator[str]:
@@ -100,7 +133,7 @@ def conformed(
         places = like if isinstance(like, Mapping) else _places(like, choices.get("like_state"))
         if way := _way(checkpoint, places, state):
             is_open = isinstance(error, Ambiguous) and error.hint
-            error.hint = f"{way}; else: {error.hint}" if is_open else way
+            error.hint = f"{error.hint}; or {way}" if is_open else way  # what is to be pasted stands last
         raise
 
 
@@ -112,8 +145,9 @@ def _places(like: str, where: str | None) -> Places:
 def _way(checkpoint: Checkpoint, places: Places, where: str | None) -> str:
     state = checkpoint.state(where)
     if flags := next(maps_between(state.tensors, places), ""):
-        return f"a map is between the two: ckpttool convert INPUT OUTPUT {flags}"
+        return f"a map is between the two: ckpttool convert {shlex.quote(checkpoint.path)} OUTPUT {flags}"
     case = Case(checkpoint, state, Blueprint(places, (), ()), Fit(), None, state, Aim("REF", "--like"))
     if any(dequantized(case)):
-        return "INPUT is quantised: ckpttool convert INPUT PLAIN --dequantize, and conform that"
+        plain = f"ckpttool convert {shlex.quote(checkpoint.path)} PLAIN --dequantize"
+        return f"the file is quantised; make it plain, and conform that: {plain}"
     return ""

@@ -15,6 +15,7 @@ from ...checkpoint.state import State
 from ...checkpoint.states import COUNTER
 from ...tensors.ref import TensorRef
 from ...transforms.conforming.modules import Place, places_of
+from .blocks import unequal_counts
 from .script_lines import command_line
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class Remedy:
     command: tuple[str, ...]  # without the files
     apply: Callable[[Checkpoint], Checkpoint]  # raises CkptToolError where the command would fail
     is_guess: bool = False  # by order and shapes, which do not tell layers of one shape apart
+    first: tuple[Remedy, ...] = ()  # what its command needs done before
 
 
 Finder = Callable[[Case], Iterator[Remedy]]
@@ -249,8 +251,8 @@ KINDS = (
 )
 
 
-def unfixable(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield (kind, message) for everything that keeps a state from fitting and that no command fixes."""
+def unfixable(case: Case, *, listed: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield (kind, message) for what keeps a state from fitting and no command fixes."""
     fit = case.fit
     known = [
         (kind, words) for kind, names, words in KINDS if any(map(re.compile(names).search, fit.unexpected))
@@ -273,7 +275,7 @@ def unfixable(case: Case) -> Iterator[tuple[str, str]]:
             f"or, for a new head, convert with --exclude '{layer}.*' and load with strict=False",
         )
     else:
-        yield from _otherwise(case)
+        yield from _otherwise(case, listed)
 
 
 def _is_weight_norm(fit: Fit) -> bool:
@@ -303,12 +305,13 @@ def is_same_architecture(case: Case) -> bool:
     return (2 * len(case.fit.missing) < size and len(case.fit.unexpected) < size) or not size
 
 
-def _otherwise(case: Case) -> Iterator[tuple[str, str]]:
+def _otherwise(case: Case, listed: bool) -> Iterator[tuple[str, str]]:
     fit, places = case.fit, case.blueprint.places
+    counts = "".join(f"; {words}" for words in _counts(case))
     if not is_same_architecture(case):
         fitting = len(places) - len(fit.missing) - len(fit.mismatched) - len(fit.added)
         message = f"another architecture: {fitting} of the model's {len(places)} names fit by name and shape"
-        yield "architecture", f"{message}; {fit}"
+        yield "architecture", message + counts
         return
     for kind, names, message in (
         ("missing", fit.missing, f"the file lacks {len(fit.missing)} of the model's names"),
@@ -316,4 +319,10 @@ def _otherwise(case: Case) -> Iterator[tuple[str, str]]:
         ("size", fit.sizes, f"{len(fit.sizes)} tensors are of another size or type"),
     ):
         if names:
-            yield kind, f"{message} ({shortened(names)})"
+            which = "" if listed else f" ({shortened(names)})"
+            yield kind, message + which + (counts if kind != "size" else "")
+
+
+def _counts(case: Case) -> Iterator[str]:
+    for stem, theirs, ours in unequal_counts(case.state.tensors, case.blueprint.places):
+        yield f"the model has {ours} layers '{stem}N', the file {theirs}"

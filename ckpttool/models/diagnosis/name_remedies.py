@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ...transforms import keys
 from ...transforms.wrappers import COMPANIONS, WRAPPERS, found_prefixes
+from .blocks import numbers
 from .fit import Case, Remedy
 
 MAX_PREFIXES = 24  # tried at most
@@ -45,24 +46,15 @@ def _strip(kind: str, message: str, prefix: str, *flags: str, drop: Iterable[str
 
 def renumbered(case: Case) -> Iterator[Remedy]:
     """Renumber layers, all of which the model counts from another number on."""
-    theirs, ours = _numbers(case.state.tensors), _numbers(case.blueprint.places)
+    theirs, ours = numbers(case.state.tensors), numbers(case.blueprint.places)
     for stem in theirs.keys() & ours.keys():
         shift = min(ours[stem]) - min(theirs[stem])
         if shift and ours[stem] == {number + shift for number in theirs[stem]}:
             # in an order in which no layer takes a number that another one still has
-            numbers = sorted(theirs[stem], reverse=shift > 0)
-            rules = [(rf"^{_exactly(stem)}{n}\.", f"{stem}{n + shift}.") for n in numbers]
+            order = sorted(theirs[stem], reverse=shift > 0)
+            rules = [(rf"^{_exactly(stem)}{n}\.", f"{stem}{n + shift}.") for n in order]
             first = f"'{stem}{min(theirs[stem])}.', the model from '{stem}{min(ours[stem])}.'"
             yield _rename("names", f"the file counts its layers from {first}", rules)
-
-
-def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return stem -> numbers that follow it in names: `layers.` -> {0, 1, 2}."""
-    numbers: dict[str, set[int]] = {}
-    for name in names:
-        for part in re.finditer(r"(?:^|\.)([0-9]{1,6})(?=\.)", name):
-            numbers.setdefault(name[: part.start(1)], set()).add(int(part[1]))
-    return numbers
 
 
 def prefixes(case: Case) -> Iterator[Remedy]:

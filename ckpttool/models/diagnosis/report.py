@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
@@ -87,7 +88,7 @@ class Report:
         as_it_is = self._as_it_is(*reloaded)
         if case.taken_out is not None and not self.loads:
             self._add(*self._taking_out(case.original), "slim", *case.taken_out)
-        for remedy in self.treatment.remedies:
+        for remedy in chain.from_iterable((*each.first, each) for each in self.treatment.remedies):
             self._add(remedy.kind, remedy.message, *remedy.command)
         then: str | None = None
         if not after.fit.distance:
@@ -99,7 +100,8 @@ class Report:
             then = self._trial(Aim(respec.spec))
             self.problems.append(Problem("size", respec.message, then))
         else:
-            self.problems += [Problem(kind, message) for kind, message in unfixable(after)]
+            found = unfixable(after, listed=after.fit == case.fit)  # the diagnosis begins with those
+            self.problems += [Problem(kind, message) for kind, message in found]
         python = python_line(*self._result, self.file, rewritten=self._is_written) if then else None
         self.problems += as_it_is if then else ()
         self.problems += self._remarks(bool(then))

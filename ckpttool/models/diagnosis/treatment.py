@@ -106,14 +106,18 @@ def _until_one_fits(treatments: Iterator[Treatment]) -> list[Treatment]:
 
 
 def treat(
-    case: Case, finders: tuple[Finder, ...] = FINDERS + GUESSES, accepts: Accepts = declines
+    case: Case,
+    finders: tuple[Finder, ...] = FINDERS + GUESSES,
+    accepts: Accepts = declines,
+    *,
+    guesses: bool = True,
 ) -> Treatment:
     """Apply remedies as long as they bring a state nearer to its model."""
     used: list[Remedy] = []
     while case.fit.distance and len(used) < MAX_REMEDIES:
         if accepts(case.state):
             return Treatment(replace(case, fit=Fit()), tuple(used))
-        step = next(filter(None, (_best(case, finder) for finder in finders)), None)
+        step = next(filter(None, (_best(case, finder, guesses) for finder in finders)), None)
         if step is None:
             break
         remedy, case = step
@@ -139,6 +143,9 @@ def treated(case: Case, accepts: Accepts) -> Treatment:
             dialects.require_certain_names(case)
     except Ambiguous as error:
         return Treatment(case, open_question=dialects.question(case, error))
+    left = guessed.case.fit
+    if guessed.is_guess and left.missing and left.unexpected:  # another model: its shapes say nothing
+        return treat(case, FINDERS, accepts, guesses=False)
     return guessed
 
 
@@ -147,14 +154,21 @@ def _is_same(one: State, other: State) -> bool:
     return {n: t.view for n, t in one.tensors.items()} == {n: t.view for n, t in other.tensors.items()}
 
 
-def _best(case: Case, finder: Finder) -> tuple[Remedy, Case] | None:
+def _best(case: Case, finder: Finder, guesses: bool = True) -> tuple[Remedy, Case] | None:
     """Return the remedy of one kind that helps most and the case after it, or None."""
     best: tuple[Remedy, Case] | None = None
     for remedy in finder(case):
+        if remedy.is_guess and not guesses:
+            continue
         after = _after(case, remedy)
-        if after is not None and after.fit.distance < (best[1] if best else case).fit.distance:
+        if after is not None and _far(after, remedy) < _far(best[1] if best else case, remedy):
             best = remedy, after
     return best
+
+
+def _far(case: Case, remedy: Remedy) -> tuple[int, int]:
+    """Return how far a state is from its model; names that meet in other sizes are nearer, unless guessed."""
+    return case.fit.distance, 0 if remedy.is_guess else len(case.fit.missing)
 
 
 def _after(case: Case, remedy: Remedy) -> Case | None:

@@ -6,6 +6,7 @@ steps must be the same for all parameters that become one. What can't follow is 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,12 +19,12 @@ from ...inert_pickle.values import in_brief, remade
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
 from ..optimizer.parameters import ParameterSource
-from ..optimizer.slots import BadOptimizer, Slot, entry_of, slots
+from ..optimizer.slots import BadOptimizer, Slot, Undecided, entry_of, slots
 from .matching import Move
 from .state_mapping import StateMapping
 
 Entry = dict[Any, Any]
-WAY_OUT = "leave it out: --drop optimizer; or name its parameters first: ckpttool optimizer --to names"
+WAY_OUT = "leave it out: --drop optimizer"
 
 
 class Kept(NamedTuple):
@@ -57,10 +58,25 @@ def _named(
     """Return the slots with their names; None where numbers say all, as the rules rename and no more."""
     try:
         return ParameterSource(checkpoint, None, state, None).named(groups, needed=True)[0]
-    except BadOptimizer:
+    except BadOptimizer as fault:
         if mapping.only_renames:
             return None
+        if isinstance(fault, Undecided):
+            fault.hint = _naming(checkpoint, groups, state)
         raise
+
+
+def _naming(checkpoint: Checkpoint, groups: list[list[Slot]], state: str | None) -> str:
+    """Return the command that names the parameters, in the state's order if that fits."""
+    where, order = [] if state is None else ["--state", state], ["--order", "state"]
+    try:
+        ParameterSource(checkpoint, None, state, "state").named(groups, needed=True)
+        first = "name them first, in the order of the file's state or of --model SPEC, and take NAMED.pt"
+    except BadOptimizer:
+        first = f"{WAY_OUT}; or name them first, in the order of a model, and take NAMED.pt"
+        order = ["--model", "SPEC"]
+    words = ["ckpttool", "optimizer", checkpoint.path, "NAMED.pt", "--to", "names", *order, *where]
+    return f"{first}: {shlex.join(words)}"
 
 
 class _Following:

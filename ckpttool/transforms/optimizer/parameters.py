@@ -10,7 +10,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
 from ...checkpoint.states import BUFFERS
 from ...inert_pickle.values import PARAMETER, Record, tensor_of
-from .slots import BadOptimizer, Shape, Slot, without_prefix
+from .slots import BadOptimizer, Shape, Slot, Undecided, without_prefix
 
 FLOATING = ("float", "bfloat", "complex")  # how the names of parameters' element types begin
 MAX_WAYS = 20_000  # followed at once; with more of them, none is certain
@@ -76,8 +76,10 @@ class ParameterSource:
         which = "more than one assignment" if several else "no assignment"
         if ordered:
             return BadOptimizer(f"{what} {which} in that order fits the shapes of the momentum")
-        hint = f"{MODEL}; {ORDER}" if several else "--state WHERE says which state is meant"
-        return BadOptimizer(f"{what} {which} of the state's tensors fits", hint=hint)
+        why = f"{what} {which} of the state's tensors fits"
+        if several:
+            return Undecided(why, hint=f"{MODEL}; {ORDER}")
+        return BadOptimizer(why, hint="--state WHERE says which state is meant")
 
     def _check(self, listed: list[Slot]) -> None:
         """Refuse names whose momentum has another shape than the tensor of that name in the same file."""

@@ -37,6 +37,10 @@ class BadOptimizer(ValueError):
         self.hint = hint
 
 
+class Undecided(BadOptimizer):
+    """An optimizer that names no parameters, and which several assignments of them fit."""
+
+
 class Slot(NamedTuple):
     """One parameter's place in an optimizer."""
 

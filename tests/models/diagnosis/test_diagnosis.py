@@ -413,7 +413,7 @@ LORA = {f"base_model.model.head.lora_{part}.weight": torch.rand(2, 2) for part i
 NINE = "'0' has 9 outputs in the file and 5 in the model"
 BEYOND: dict[str, tuple[str, Callable[[], Any], str, str]] = {
     "another architecture": ("net", lambda: state_of(made("tied")), "architecture", "of the model's 9 names"),
-    "layers that are missing": ("net", headless, "missing", "head.weight, head.bias"),
+    "layers that are missing": ("net", headless, "missing", "lacks 2 of the model's names"),
     "weights kept as length and direction": (
         *("linear", lambda: state_of(made("weight_normed")), "weight-norm", "remove_parametrizations"),
     ),

@@ -169,11 +169,11 @@ def test_no_rows_of_a_quantised_file_are_guessed(cli: Cli, tmp_path: Path) -> No
 
 CLASSES = {"fc.weight": (10, 8), "fc.bias": (10,), "conv.weight": (8, 3, 3, 3)}
 REFUSED = {
-    "a map": (llama(), meta(llama()), "convert INPUT OUTPUT --map meta-llama --inverse"),
+    "a map": (llama(), meta(llama()), "in.safetensors OUTPUT --map meta-llama --inverse\n"),
     "plain tensors": (
         FP8,
         {"a.weight": torch.ones(16, 16).bfloat16(), "norm.weight": torch.ones(16)},
-        "convert INPUT PLAIN --dequantize",
+        "in.safetensors PLAIN --dequantize\n",
     ),
     "another head": (
         filled(CLASSES),

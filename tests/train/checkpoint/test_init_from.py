@@ -174,11 +174,10 @@ def test_the_advised_commands_make_the_file_fit(net, tmp_path, monkeypatch):
     assert torch.equal(model.conv.weight, net.conv.weight)
 
 
-def test_every_name_is_listed_for_another_architecture(net, tmp_path):
+def test_the_first_names_are_listed_and_the_rest_counted_for_another_architecture(net, tmp_path):
     fault = refusal(nn.Linear(2, 2), saved(net.state_dict(), tmp_path / "f.pt"))
-    for name in (*net.state_dict(), "weight", "bias"):
-        assert name in str(fault.hint)
-    assert "ckpttool inspect" in str(fault.hint)
+    for words in (next(iter(net.state_dict())), "weight", "bias", "and 1 more", "ckpttool inspect"):
+        assert words in str(fault.hint)
 
 
 def test_weights_that_are_nan_are_refused(net, tmp_path):
