@@ -431,3 +431,11 @@ def test_streams_one_after_another_are_all_unpacked(kind: str, tmp_path: Path) -
     data = pack(pickle.dumps(1)) + pack(PAYLOAD)
     assert of(data, tmp_path / "a").verdict == DANGEROUS
     assert of(pack(pickle.dumps(1)) + b"garbage" * 9, tmp_path / "a").names == ()
+
+
+def test_a_page_and_an_empty_file_are_unreadable_by_what_they_are(tmp_path: Path) -> None:
+    page = of(b"<!DOCTYPE html><html>log in</html>", tmp_path / "page.pt")
+    assert page.verdict == UNREADABLE and "is an HTML page" in page.problems[0].reason
+    empty = of(b"", tmp_path / "empty.safetensors")
+    assert empty.verdict == UNREADABLE and "is empty" in empty.problems[0].reason
+    assert of(b"", tmp_path / "empty.txt").verdict == SAFE

@@ -89,7 +89,8 @@ def _note(console: Console, verified: Verified) -> None:
 def _line(file: str, against: str | None, verified: Verified) -> str:
     what = "contents" if verified.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and verified.ok else ""
-    verdict = f"ok{same}" if verified.ok else counted(len(verified.problems), "problem")
+    ok = "not finite, but not damaged" if verified.non_finite else "ok"
+    verdict = f"{ok}{same}" if verified.ok else counted(len(verified.problems), "problem")
     free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in verified.free.items())
     uncovered = f"; no checksum covers {free}" if free else ""
     return f"{printable(file)}: {verdict} ({show_bytes(verified.checked_bytes)} checked{uncovered})"
