@@ -210,7 +210,7 @@ CLOSED: dict[str, tuple[bytes, str]] = {
     "a.lz4": (b"\x04\x22\x4d\x18\x00", "lz4"),
     "a.pt": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs pull"),
     "b.pt": (b"", "is empty"),
-    "c.pt": (b"<!doctype html>", "unknown opcode"),
+    "c.pt": (b"<!doctype html>", "is an HTML page"),
     "d.gz": (gzip.compress(bytes(2000))[:-9], "cut short"),
     "e.gz": (b"\x1f\x8b\x08\x00" + bytes(30), "damaged stream"),
     "f.lzma": (b"\x5d\0\0" + struct.pack("<H", 0x8000) + b"\xff" * 40, "damaged stream"),  # 2 GiB of memory
