@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -22,18 +23,25 @@ def attributes(
     def __getattr__(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        try:
+        with needing_torch(f"{package}.{name}"):
             if not home[name]:
                 return import_module(f"{package}.{name}")
             return getattr(import_module(f"{package}.{home[name]}"), name)
-        except ModuleNotFoundError as error:
-            if error.name == "torch":
-                from .errors import NeedsTorch
-
-                raise NeedsTorch(f"{package}.{name}") from error
-            raise
 
     return __getattr__, lambda: sorted(home), list(home)
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Raise NeedsTorch, which names the extra, where `what` lacks torch: a block, or a function."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            from .errors import NeedsTorch
+
+            raise NeedsTorch(what) from error
+        raise
 
 
 def views_in(module: str) -> None:

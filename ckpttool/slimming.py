@@ -298,7 +298,7 @@ def _stayed(failed: Sequence[CkptToolError], done: int) -> CkptToolError:
 def _nothing(folder: str, kept: Sequence[Slimmed]) -> NothingToDo:
     """Return the error for a folder in which nothing becomes smaller."""
     of_training = [file for file in kept if file.is_checkpoint]
-    said = [f"{file.name} {file.why}" for file in of_training[:3]]
+    said = [f"{' = '.join((file.name, *file.links))} {file.why}" for file in of_training[:3]]
     what = f"{folder}: holds no checkpoint that would become smaller"
     return NothingToDo(
         f"{what} ({'; '.join(said)})" if said else what, hint=f"ckpttool inspect {shlex.quote(folder)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -31,6 +31,11 @@ def show_names(names: Sequence[str], most: int = 4) -> str:
     """Join the first `most` names, and say how many more there are."""
     shown = ", ".join(printable(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def first_key(keys: Iterable[object]) -> str:
+    """Return a hint that names the first of the keys, or says that there is none."""
+    return next((f"the first key is '{key}'" for key in keys), "it holds no tensor")
 
 
 def number(value: float | int, digits: int = 3) -> str:

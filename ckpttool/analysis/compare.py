@@ -26,7 +26,17 @@ from ..tensors.ref import Storage, TensorRef
 from ..words import counted
 from .compare_values import Norms, Pair, distances, norms, unravelled
 from .distances import Distance, has_numbers
-from .equality import Bare, Tolerance, bare_names, both_by_name, in_words, same_value, shared, unchanged
+from .equality import (
+    Bare,
+    Tolerance,
+    bare_names,
+    both_by_name,
+    in_words,
+    numbers_as_text,
+    same_value,
+    shared,
+    unchanged,
+)
 
 # The formats that hold more than a model's state
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
@@ -72,6 +82,9 @@ class Comparison:
         matched_without_prefix: how many more names both files would share without wrappers' prefixes.
         tolerated: names in both files whose contents differ, but by no more than the tolerance.
         same_files: how many of the pairs lie at the same place in files of one hash, and were not read.
+        text_keys_a, text_keys_b: dicts of this file keyed by text where those of the other are keyed by
+            numbers. That is no difference here, as some formats hold no numbers as keys; torch's
+            `load_state_dict` of an optimizer finds nothing under text.
     """
 
     only_a: tuple[str, ...]
@@ -83,6 +96,8 @@ class Comparison:
     matched_without_prefix: int = 0
     tolerated: tuple[str, ...] = ()
     same_files: int = 0
+    text_keys_a: tuple[str, ...] = ()
+    text_keys_b: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -218,6 +233,7 @@ class _Comparing:
         self.pairs: list[Pair] = []
         self.tensors_seen = self.same_files = 0
         self.tolerated: list[str] = []  # values that are no tensors
+        self.text_keys: tuple[list[str], list[str]] = [], []
 
     def states(self, mine: State, theirs: State, ignore_prefix: bool) -> None:
         """Compare two models' states by name."""
@@ -278,6 +294,9 @@ class _Comparing:
                 self.value(name, x, y)
             elif (id(x), id(y)) not in seen:
                 seen.add((id(x), id(y)))
+                for side, both in enumerate(((x, y), (y, x))):
+                    if numbers_as_text(*both):
+                        self.text_keys[side].append(name)
                 pair = both_by_name(x, y, self.bare)
                 below = list(self._below(f"{name}." if name else "", *pair, apart))
                 left -= sum(len(path) for path, _, _ in below)
@@ -334,7 +353,8 @@ class _Comparing:
         changed = tuple(change for _, _, change in changes)
         only_a, only_b = map(tuple, self.only)
         seen, gained, same = self.tensors_seen, self.gained, self.same_files
-        return Comparison(only_a, only_b, changed, seen, *self.aside, gained, tolerated, same)
+        keyed = map(tuple, self.text_keys)
+        return Comparison(only_a, only_b, changed, seen, *self.aside, gained, tolerated, same, *keyed)
 
 
 def _type_of_record(value: object) -> str:

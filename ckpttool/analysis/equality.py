@@ -127,6 +127,14 @@ def in_words(value: object) -> str:
     return in_brief(value)
 
 
+def numbers_as_text(x: object, y: object) -> bool:
+    """Return whether a dict has as text what is a number among the keys of another."""
+    if not (isinstance(x, dict) and isinstance(y, dict)):
+        return False
+    numbers = {key for key in y if isinstance(key, int)}
+    return any(str(key) in x and key not in x for key in numbers)
+
+
 def both_by_name(
     x: object, y: object, bare: tuple[Bare, Bare]
 ) -> tuple[dict[str, object], dict[str, object]]:

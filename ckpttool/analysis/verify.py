@@ -32,7 +32,7 @@ from ..tensors.ref import Storage, TensorRef
 from ..tensors.source import ByteRange, Source
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
-from .compare import Change, both_states, diff, outside_of
+from .compare import Change, Comparison, both_states, diff, outside_of
 from .zip_structure import zip_frame
 
 ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
@@ -85,6 +85,8 @@ class Verified:
         compared: what was compared with another file: `state`, or `everything` when both hold more than a
             model's state, or either holds none; None when there was no other file.
         hint: the next thing to do about the problems; None when there is none.
+        text_keys_here, text_keys_there: dicts of this file, and of the other, keyed by text where those of
+            the other, or of this one, are keyed by numbers.
     """
 
     checked_bytes: int
@@ -94,6 +96,8 @@ class Verified:
     free: Mapping[str, int] = field(default_factory=dict)
     compared: str | None = None
     hint: str | None = None
+    text_keys_here: tuple[str, ...] = ()
+    text_keys_there: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -161,11 +165,15 @@ def verify(
             infinite = "of its values are NaN or infinite"
             problems += [Problem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()]
         compared = hint = None
+        here: tuple[str, ...] = ()
+        there: tuple[str, ...] = ()
         if against is not None:
             other = stack.enter_context(opened(against))
-            compared, differences, hint = _compare(checkpoint, other, state, progress)
-            problems += differences
-    return Verified(read.checked, read.unsummed, non_finite, tuple(problems), dict(read.free), compared, hint)
+            compared, comparison, hint = _compare(checkpoint, other, state, progress)
+            problems += _differences(comparison)
+            here, there = comparison.text_keys_a, comparison.text_keys_b
+    said = tuple(problems), dict(read.free), compared, hint, here, there
+    return Verified(read.checked, read.unsummed, non_finite, *said)
 
 
 def _code(checkpoint: Checkpoint, strays: list[Problem]) -> list[Problem]:
@@ -290,23 +298,26 @@ def _stray(source: Source, record: Record) -> Problem:
 
 def _compare(
     a: Checkpoint, b: Checkpoint, where: str | None, progress: Progress | None
-) -> tuple[str, list[Problem], str | None]:
-    """Return what was compared, the differences, and the next thing to do about them."""
+) -> tuple[str, Comparison, str | None]:
+    """Return what was compared, how it differs, and the next thing to do about that."""
     states = both_states(a, b, where)
     whole = where is None and (states is None or all(map(outside_of, (a, b), states)))
     expect([*a.storages(), *b.storages()])
     with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
         comparison = diff(a, b, state=where, model_only=not whole, verify=False, progress=progress)
         checksums.finish()
-    problems = [
+    hint = None
+    if states and not comparison.same:
+        hint = stripping(a.path, *states) or stripping(b.path, *reversed(states))
+    return "everything" if whole else "state", comparison, hint
+
+
+def _differences(comparison: Comparison) -> list[Problem]:
+    return [
         *(Problem("only-here", name, "is not in the other file") for name in comparison.only_a),
         *(Problem("only-there", name, "is only in the other file") for name in comparison.only_b),
         *map(_problem, comparison.changed),
     ]
-    hint = None
-    if problems and states:
-        hint = stripping(a.path, *states) or stripping(b.path, *reversed(states))
-    return "everything" if whole else "state", problems, hint
 
 
 def _problem(change: Change) -> Problem:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Collision, Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
-from ..lazy import shown_by
+from ..lazy import needing_torch, shown_by
 from ..remote import ahead
 from ..tensors.ref import TensorRef
 from . import dotted_names, states
@@ -101,6 +101,7 @@ class State:
         """The dotted path, with the prefix of a part; `""` when the file itself is the state."""
         return dotted((*self.path, self.prefix[:-1]) if self.prefix else self.path)
 
+    @needing_torch("State.load")
     def load(self) -> dict[str, torch.Tensor]:
         """Return the tensors as torch tensors on the CPU, mapped from the file. Imports torch.
 
@@ -111,6 +112,7 @@ class State:
             Refused: a tensor is not a plain one, but sharded, sparse, quantised or the like.
             Unsupported: the installed torch lacks the element type of a tensor.
             Unreadable: the checkpoint was closed.
+            NeedsTorch: torch is not installed.
         """
         from ..tensors.to_torch import live_tensors
 

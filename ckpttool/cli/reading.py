@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,17 @@ def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
     """Note what a comparison of checkpoints can't see, such as values that differ between ranks."""
     for checkpoint in checkpoints:
         console.note_names(f"not compared, of {printable(checkpoint.path)}", checkpoint.unread)
+
+
+def note_keys(console: Console, files: Sequence[Checkpoint], text_keys: Sequence[Sequence[str]]) -> None:
+    """Note which dicts of two files are keyed by text in the one and by numbers in the other."""
+    from ..formats.dcp.reading import NAME  # a format that holds no numbers as keys
+
+    for this, other, names in zip(files, reversed(files), text_keys, strict=True):
+        if names:
+            where = f"keyed by text in {printable(this.path)} and by numbers in {printable(other.path)}"
+            lost = "" if this.format == NAME else " (an optimizer's load_state_dict finds nothing there)"
+            console.note_names(where + lost, names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.state import State
 from ..errors import UsageFault
+from ..lazy import needing_torch
 from ..tensors.to_torch import live_tensors
 from . import factory
 
@@ -35,7 +36,8 @@ def skeletons() -> Iterator[None]:
         >>> model.weight.device.type
         'meta'
     """
-    import torch
+    with needing_torch("skeletons"):
+        import torch
 
     register = torch.nn.Module.register_parameter
     made: dict[int, tuple[weakref.ref[torch.nn.Parameter], torch.nn.Parameter]] = {}

@@ -12,6 +12,7 @@ from ..formats.pytorch import tar
 from ..formats.pytorch.inflating import require_known_method
 from ..formats.pytorch.zip_reader import read_directory
 from ..formats.pytorch.zip_writer import STORED
+from ..formats.strangers import known
 from ..inert_pickle.values import Global, walk
 from ..tensors.source import ByteRange, Source
 from . import pickles, unpacking
@@ -108,7 +109,8 @@ class Contents:
         """Read what may be pickles, one after another, and what looks like containers in their values."""
         called = part.where[-1] if part.where else self.source.path
         is_named = is_named or called.lower().endswith(PICKLED)
-        if is_named and not part.place.nbytes:
+        is_checkpoint = is_named or called.lower().endswith(safetensors.EXTENSIONS)
+        if is_checkpoint and not part.place.nbytes:
             raise Damaged(self.source.path, "is empty")
         is_unpacked = part.place.source is not self.source
         most = max(SMALL, GROWTH * self.source.size) if is_unpacked else pickles.MAX_PICKLE
@@ -116,7 +118,8 @@ class Contents:
         self.pickles += read.count
         self._keep(part, read.names)
         if read.fault:
-            self._fault(part._replace(is_sure=part.is_sure or read.is_sure), read.fault)
+            page = None if part.where or read.names else known(self.source)  # or what else it is
+            self._fault(part._replace(is_sure=part.is_sure or read.is_sure), page or read.fault)
         for raw in _bytes_in(read.values):
             inner, _ = self.room.put([raw])
             self.look(Part(inner, (*part.where, "bytes in it"), is_sure=False))

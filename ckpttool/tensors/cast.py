@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _SPOKEN = {"double": "float64", "float": "float32", "half": "float16"}
 TARGETS = {name: DTYPES[name] for name in _SHORT.values()}
+TARGETS |= {f"{DTYPES[name].safetensors}".lower(): DTYPES[name] for name in _SHORT.values()}
 TARGETS |= {alias: DTYPES[name] for alias, name in (_SHORT | _SPOKEN).items()}
 
 # The types that are cast; integers, booleans and complex numbers stay as they are.

@@ -19,6 +19,7 @@ from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
+from ..words import first_key
 from .optimizer.owners import Owners
 from .renaming import MAX_LEVELS, PREFIXES, Renaming, add_names, checked, parent, rename_names, strip_names
 from .wrappers import found_prefixes, inner_prefixes
@@ -165,7 +166,7 @@ def _keys(state: State) -> list[str]:
 
 
 def _first_key(state: State) -> str:
-    return f"the first key is '{next(iter(state.container), '')}'"
+    return first_key(state.container)
 
 
 def _others(checkpoint: Checkpoint, state: State) -> list[State]:

@@ -19,6 +19,7 @@ from ..errors import Collision, NothingToDo, UsageFault
 from ..tensors.dtypes import DTYPES, REAL_TYPES
 from ..tensors.ref import MAX_AXES, Computed, Storage, TensorRef
 from ..tensors.values import CHUNK, FORMATS, require_bounded, stream, stretches, swap
+from ..words import first_key
 from .selection import replace_state
 
 Sizes = tuple[int, ...]
@@ -81,7 +82,7 @@ def _by_pattern(
     changed: dict[str, TensorRef] = {}
     for pattern, sizes in rules:
         if not (fitting := [key for key in tensors if fnmatchcase(key, pattern)]):
-            hint = f"the first key is '{next(iter(tensors), '')}'"
+            hint = first_key(tensors)
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
             changed[key] = change(key, changed.get(key, tensors[key]), sizes)
@@ -113,7 +114,7 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
     more: dict[object, object] = {}
     for new, old in pairs:
         if old not in target.tensors:
-            hint = f"the first key is '{next(iter(target.tensors), '')}'"
+            hint = first_key(target.tensors)
             raise NothingToDo(f"{checkpoint.path}: no tensor is named '{old}'", hint=hint)
         known = target.tensors.get(new)
         if new != old and known is not None and known.view == target.tensors[old].view:

@@ -23,6 +23,7 @@ from ..inert_pickle.values import remade, walk
 from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
+from ..words import first_key
 
 WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no element is cut
 
@@ -90,7 +91,7 @@ def _wider(flag: str, pattern: str, keys: list[str]) -> str:
         count = sum(fnmatchcase(key, wider) for key in keys)
         if count:
             return f"{flag} {shlex.quote(wider)} matches {count} of {len(keys)} keys"
-    return f"the first key is '{next(iter(keys), '')}'"
+    return first_key(keys)
 
 
 def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:

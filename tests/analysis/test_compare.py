@@ -239,3 +239,18 @@ def test_numpy_arrays_in_a_file_are_compared_by_their_bytes(folder: Path) -> Non
     a, b = ({"model": model, "x": np.arange(4) + i} for i in (0, 1))
     assert compared(folder, a, a).same
     assert not compared(folder, a, b).same
+
+
+def test_numbers_that_became_text_as_keys_are_the_same_and_said(folder: Path) -> None:
+    a = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"step": 1}}, "param_groups": []}}
+    b = {**a, "optimizer": {"state": {"0": {"step": 1}}, "param_groups": []}}
+    found = compared(folder, a, b)
+    assert (found.same, found.text_keys_a, found.text_keys_b) == (True, (), ("optimizer.state",))
+    assert compared(folder, b, a).text_keys_a == ("optimizer.state",)
+    assert compared(folder, b, b).text_keys_b == compared(folder, a, a).text_keys_b == ()
+
+
+def test_a_dict_with_a_number_and_its_text_as_keys_is_like_itself(folder: Path) -> None:
+    both = {"model": {"w": torch.ones(2)}, "counts": {0: 1, "0": 2}}
+    found = compared(folder, both, both)
+    assert (found.same, found.text_keys_a, found.text_keys_b) == (True, (), ())

@@ -290,3 +290,10 @@ def test_a_big_endian_file_takes_less_memory_than_the_tensor(here: Path) -> None
 def test_a_tensor_expanded_beyond_a_gibibyte_is_read_in_bounded_memory(command: str) -> None:
     torch.save({"t": torch.zeros(1000, dtype=torch.uint8).expand(1_100_000, 1000)}, "in.pt")
     assert peak(*command.split()) <= MOST
+
+
+def test_loading_a_state_without_torch_names_the_extra(without_torch: dict[str, str], tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    for call in ("ckpttool.open('in.pt').state().load()", "ckpttool.skeletons().__enter__()"):
+        ran = run(without_torch, tmp_path, "-c", f"import ckpttool; {call}")
+        assert "NeedsTorch: " in ran.stderr and "pip install -e '.[torch]'" in ran.stderr

@@ -210,7 +210,7 @@ CLOSED: dict[str, tuple[bytes, str]] = {
     "a.lz4": (b"\x04\x22\x4d\x18\x00", "lz4"),
     "a.pt": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs pull"),
     "b.pt": (b"", "is empty"),
-    "c.pt": (b"<!doctype html>", "unknown opcode"),
+    "c.pt": (b"<!doctype html>", "is an HTML page"),
     "d.gz": (gzip.compress(bytes(2000))[:-9], "cut short"),
     "e.gz": (b"\x1f\x8b\x08\x00" + bytes(30), "damaged stream"),
     "f.lzma": (b"\x5d\0\0" + struct.pack("<H", 0x8000) + b"\xff" * 40, "damaged stream"),  # 2 GiB of memory
@@ -431,3 +431,11 @@ def test_streams_one_after_another_are_all_unpacked(kind: str, tmp_path: Path) -
     data = pack(pickle.dumps(1)) + pack(PAYLOAD)
     assert of(data, tmp_path / "a").verdict == DANGEROUS
     assert of(pack(pickle.dumps(1)) + b"garbage" * 9, tmp_path / "a").names == ()
+
+
+def test_a_page_and_an_empty_file_are_unreadable_by_what_they_are(tmp_path: Path) -> None:
+    page = of(b"<!DOCTYPE html><html>log in</html>", tmp_path / "page.pt")
+    assert page.verdict == UNREADABLE and "is an HTML page" in page.problems[0].reason
+    empty = of(b"", tmp_path / "empty.safetensors")
+    assert empty.verdict == UNREADABLE and "is empty" in empty.problems[0].reason
+    assert of(b"", tmp_path / "empty.txt").verdict == SAFE

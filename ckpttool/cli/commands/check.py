@@ -12,7 +12,7 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable, show_bytes, to_json
-from ..reading import Answer, answer_each, fields_of, note_state, note_unread, open_file
+from ..reading import Answer, answer_each, fields_of, note_keys, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.verify import Verified
@@ -61,6 +61,9 @@ def verify(
                 verified = checks.verify(checkpoint, against=other, state=state, progress=progress, **flags)
             compared = [checkpoint, other] if other is not None else []
             note_unread(console, *compared)
+            if other is not None:
+                keyed = verified.text_keys_here, verified.text_keys_there
+                note_keys(console, (checkpoint, other), keyed)
             for checkpoint in compared if verified.compared == "state" else ():
                 note_state(console, checkpoint, state, named=True)
         _note(console, verified)
@@ -86,7 +89,8 @@ def _note(console: Console, verified: Verified) -> None:
 def _line(file: str, against: str | None, verified: Verified) -> str:
     what = "contents" if verified.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and verified.ok else ""
-    verdict = f"ok{same}" if verified.ok else counted(len(verified.problems), "problem")
+    ok = "not finite, but not damaged" if verified.non_finite else "ok"
+    verdict = f"{ok}{same}" if verified.ok else counted(len(verified.problems), "problem")
     free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in verified.free.items())
     uncovered = f"; no checksum covers {free}" if free else ""
     return f"{printable(file)}: {verdict} ({show_bytes(verified.checked_bytes)} checked{uncovered})"

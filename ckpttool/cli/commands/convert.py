@@ -85,6 +85,8 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
         outcome = Outcome(f"converted {checkpoint.format}", of_state=of_state)
+        if next(iter(checkpoint.tensors()), None) is None:
+            outcome.notes.append(f"{checkpoint.path} holds no tensor")
         packing = Quantizing(job, checkpoint, outcome, target)
         if changes["dtype"]:
             packing.typed(changes["dtype"])
@@ -112,6 +114,8 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
         only, exclude = changes["only"], changes["exclude"]
         checkpoint, selection = select(checkpoint, only=only, exclude=exclude, state=state)
         outcome.left_out += selection.left_out
+        if selection.left_out and target.place.holds_all:
+            outcome.notes += _whole_optimizers(checkpoint)
     if changes["map_"] is not None:
         checkpoint = _mapped(checkpoint, outcome, target, changes)
     in_layout = ("permute", layout.permute, "permuted"), ("reshape", layout.reshape, "reshaped")
@@ -134,6 +138,19 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
         )
         outcome.done += f", {counted(casting.tensors, 'tensor')} cast to {dtype.name}"
     return checkpoint
+
+
+def _whole_optimizers(checkpoint: Checkpoint) -> list[str]:
+    from ...checkpoint.dotted_names import contents, dotted
+    from ...checkpoint.states import is_optimizer
+
+    named = checkpoint.named(contents)
+    return [
+        f"{dotted(path)} is kept whole, also what it has of parameters that are left out: "
+        f"leave it out by --drop {dotted(path)}, or all but the model first: ckpttool slim"
+        for path, value in named
+        if isinstance(value, dict) and is_optimizer(value)
+    ]
 
 
 def _in_form(

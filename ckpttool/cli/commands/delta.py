@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 def delta(job: Job, new: str, layout: str | None) -> None:
     """Write what changed from BASE to NEW, so that apply makes NEW of BASE again, to the last bit.
 
-    OUTPUT is a file of safetensors, whatever its name. Of each tensor it holds the smallest of: nothing, if
-    BASE has the same; the places and values that differ; the XOR with BASE's, packed by zstd; the tensor.
-    Names, order, ties and everything else in NEW are in its header, and so are the checksums that identify
-    both. Wherever a checkpoint stands, BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With --verify
-    it is applied once, and the result compared.
+    OUTPUT is a file of safetensors, and its name says no other format. Of each tensor it holds the smallest
+    of: nothing, if BASE has the same; the places and values that differ; the XOR with BASE's, packed by zstd;
+    the tensor. Names, order, ties and everything else in NEW are in its header, and so are the checksums that
+    identify both. Wherever a checkpoint stands, BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With
+    --verify it is applied once, and the result compared.
 
     \b
     Examples:

@@ -12,7 +12,7 @@ import click
 from .. import options
 from ..console import Console, counted, printable
 from ..layout import terminal_width
-from ..reading import fields_of, note_state, note_unread, open_file
+from ..reading import fields_of, note_keys, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.compare import Change, Comparison
@@ -85,6 +85,7 @@ def command(
         if html is not None:
             _write_page(console, html, mine, theirs, comparison, choices["state"])
         note_unread(console, mine, theirs)
+        note_keys(console, (mine, theirs), (comparison.text_keys_a, comparison.text_keys_b))
         if choices["model_only"] or comparison.aside_a or comparison.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
                 note_state(console, checkpoint, choices["state"], named=True)

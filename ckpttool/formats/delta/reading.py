@@ -13,6 +13,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.checksums import Named
 from ...checkpoint.full_encoding import usual_kind
 from ...errors import Damaged, Refused, Unreadable
+from ...files.open_source import no_such_file
 from ...remote import places
 from ...remote.urls import is_url
 from ...system import join
@@ -43,7 +44,10 @@ class Link:
 
 
 def split(name: str) -> list[str]:
-    """Return the base and the deltas that a name `BASE+DELTA…` lists; of any other name itself alone."""
+    """Return the base and the deltas that a name `BASE+DELTA…` lists; of any other name itself alone.
+
+    Raises Unreadable for one that is not there, where another is.
+    """
     pieces = name.split("+")
     if len(pieces) == 1 or (not is_url(name) and os.path.lexists(name)):
         return [name]
@@ -53,7 +57,12 @@ def split(name: str) -> list[str]:
             found.append(piece)
         else:
             found[-1] += f"+{piece}"
-    return found if all(map(_stands_alone, found)) else [name]
+    if all(map(_stands_alone, found)):
+        return found
+    there = [*map(_stands_alone, pieces)]
+    if any(there) and all(pieces) and not is_url(name):
+        raise no_such_file(pieces[there.index(False)])
+    return [name]
 
 
 def _stands_alone(piece: str) -> bool:

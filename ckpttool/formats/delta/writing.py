@@ -13,7 +13,7 @@ from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.checksums import Checksums, unmatched
 from ...checkpoint.special_tensors import require_plain
-from ...errors import Refused
+from ...errors import Refused, UsageFault
 from ...files.pieces import Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote.urls import is_url
@@ -21,8 +21,9 @@ from ...tensors.ref import TensorRef
 from ...tensors.source import Source
 from ..reading import File, open_alone, opened
 from ..safetensors import NAME as SAFETENSORS
-from ..saving.destination import Saved
+from ..saving.destination import Saved, format_of_name
 from ..saving.saving import save
+from ..strangers import unwritable
 from . import compression
 from .digests import digest_of_state
 from .encoding import INT32, Encoded, Encoder, Pair
@@ -86,7 +87,7 @@ def delta(
     Args:
         base: the older checkpoint: a path, or an open one.
         new: the newer one.
-        path: the delta, a file of safetensors whatever its name; `-` is standard output.
+        path: the delta, a file of safetensors; `-` is standard output.
         layout: None, or `vllm` for the layout of vLLM's sparse patches alone, from which nothing but changed
             values of the same tensors can be had.
         state: for `vllm`, the dotted path of the model's state in both; found when None.
@@ -102,7 +103,8 @@ def delta(
         What was written, and how many tensors in which form.
 
     Raises:
-        UsageFault: there is a file already (OutputExists), or the place can't be written.
+        UsageFault: there is a file already (OutputExists), the place can't be written, or its name ends as
+            that of another format.
         Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
             read; or `vllm` can't hold a change.
         Unreadable, Damaged, Unsupported: as for reading the two; NoState: for `vllm`, one holds none.
@@ -113,6 +115,9 @@ def delta(
         True
     """
     name = os.fspath(path)
+    if not os.path.isdir(name) and (format_of_name(name) not in (None, SAFETENSORS) or unwritable(name)):
+        hint = f"name it {shlex.quote(os.path.splitext(name)[0])}.safetensors"
+        raise UsageFault(f"{name}: a delta is a file of safetensors, and its name says otherwise", hint=hint)
     with opened(base) as older, opened(new) as newer:
         before = _versions(older, newer)
         if expect is not None:

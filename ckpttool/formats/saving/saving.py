@@ -25,6 +25,7 @@ from ...files.copying import Output
 from ...files.dry_output import DryOutput, Planned
 from ...files.pieces import Progress
 from ...inert_pickle.values import OrderedDict_
+from ...lazy import needing_torch
 from ...remote import ahead
 from ...remote.places import uploading, versions
 from ...remote.store import TRAFFIC
@@ -186,7 +187,8 @@ class SavePlan:
         replaced = folders.replaced_by(self.checkpoint, self.path)
         with replacing_folder(self.path, replaced, {*stay}, attempt) as new:
             if self.format == dcp.NAME:
-                from ..dcp.writing import write as write_dcp  # imports torch
+                with needing_torch("writing a DCP folder"):
+                    from ..dcp.writing import write as write_dcp
 
                 write_dcp(self._for_dcp(), new.path)
             else:

@@ -351,3 +351,15 @@ def test_figures_that_do_not_fit_are_named(here: Path) -> None:
     note = "without cosine, largest, for which the terminal is too narrow; | cat has them"
     assert " ".join(narrow[2:]) == note
     assert len(wide) == 2 and wide[0].split() == ["differ", "relative", "cosine", "largest"]
+
+
+@pytest.mark.parametrize("command", ["diff a.pt b.pt", "verify a.pt --against b.pt"])
+def test_an_optimizer_keyed_by_text_is_noted_as_torch_finds_nothing_there(command: str, cli: Any) -> None:
+    a = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"step": 1}}, "param_groups": []}}
+    save_pair(a, {**a, "optimizer": {"state": {"0": {"step": 1}}, "param_groups": []}})
+    ran = cli(command)
+    assert ran.code == 0
+    assert "keyed by text in b.pt and by numbers in a.pt" in ran.err
+    assert "load_state_dict finds nothing there" in ran.err and "optimizer.state" in ran.err
+    field = "text_keys_b" if command.startswith("diff") else "text_keys_there"
+    assert cli(f"{command} --json").json[field] == ["optimizer.state"]

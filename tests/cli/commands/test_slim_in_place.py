@@ -314,3 +314,9 @@ def test_what_makes_no_sense_is_refused_by_name(run, cli, words, said):
 def test_the_library_takes_one_checkpoint_at_least(run):
     with pytest.raises(UsageFault, match="the newest always stays"):
         ckpttool.slim_in_place(RUN, keep_newest=0)
+
+
+def test_where_nothing_is_to_do_all_names_of_a_file_are_said(run: Path) -> None:
+    with pytest.raises(NothingToDo) as caught:
+        ckpttool.slim_in_place(run, keep_newest=9, leave_out=["optimizer"])
+    assert "last.pt = step-4.pt is one of the newest 9" in caught.value.message

@@ -43,6 +43,7 @@ def test_json_has_the_fields_that_scripts_rely_on(cli: Any) -> None:
     assert set(ran.json["unvouched"]) == {"header fields"}
     wanted = {"schema": 1, "path": "in.pt", "ok": True, "problems": [], "non_finite": {}, "unsummed": 0}
     wanted |= {"compared": None, "hint": None, "checked_bytes": 0, "unvouched": {}}
+    wanted |= {"text_keys_here": [], "text_keys_there": []}
     assert ran.json | {"checked_bytes": 0, "unvouched": {}} == wanted
 
 
@@ -209,3 +210,10 @@ def test_digests_of_several_files_are_lines_as_sha256sum_prints_them(cli: Any) -
     lines = [line.split("  ") for line in cli("digest a.pt b.pt a.pt").out.splitlines()]
     assert [name for _, name in lines] == ["a.pt", "b.pt", "a.pt"]
     assert lines[0][0] == lines[2][0] != lines[1][0]
+
+
+def test_the_last_word_on_values_that_are_not_finite_is_not_ok(here: Path, cli: Any) -> None:
+    torch.save({"w": torch.tensor([float("nan"), 1.0])}, "nan.pt")
+    ran = cli("verify nan.pt")
+    assert ran.code == 0
+    assert ran.out.startswith("nan.pt: not finite, but not damaged (")

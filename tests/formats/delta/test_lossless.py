@@ -315,3 +315,28 @@ def test_a_patch_refuses_a_type_that_safetensors_lacks_by_name(here: Path) -> No
         torch.save({"w": torch.rand(3, dtype=torch.complex128)}, name)
     with pytest.raises(Refused, match=r"new\.pt: 'w' is complex128, a type that safetensors lacks"):
         ckpttool.delta("base.pt", "new.pt", "d.safetensors", layout="vllm")
+
+
+@pytest.mark.parametrize("name", ["x.delta.pt", "x.gguf"])
+def test_an_output_that_ends_as_another_format_is_refused_with_the_name_to_use(
+    name: str, tmp_path: Path
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")
+    with pytest.raises(ckpttool.errors.UsageFault, match="is a file of safetensors") as caught:
+        ckpttool.delta(tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / name)
+    assert str(caught.value.hint).endswith(f"{name.rpartition('.')[0]}.safetensors")
+    assert not (tmp_path / name).exists()
+    assert ckpttool.delta(tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "x").saved.nbytes
+
+
+@pytest.mark.parametrize("missing", ["a.pt", "nope.delta.safetensors"])
+def test_of_a_sum_of_files_the_one_that_is_missing_is_named(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2)}, "b.pt")
+    name = f"{missing}+b.pt" if missing == "a.pt" else f"b.pt+{missing}"
+    with pytest.raises(ckpttool.errors.Unreadable) as caught:
+        ckpttool.open(name)
+    assert caught.value.message == f"{missing}: no such file"
