@@ -19,7 +19,7 @@ help:  ## this list
 demo: $(INSTALLED)  ## train on two ranks, strip the prefix, evaluate in one process
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED)  ## the test suite, under eight minutes on two cores
+test: $(INSTALLED)  ## the test suite, about nine minutes on two cores
 	$(PYTEST) -n 3 -m 'not long and not lint'
 
 long: $(INSTALLED)  ## the tests that take longest: whole runs, hangs, two machines, replays, more random examples
