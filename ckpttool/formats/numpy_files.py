@@ -7,7 +7,7 @@ in C or Fortran order is a view of its bytes. Source: numpy's `lib/format.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -17,18 +17,9 @@ from ..inert_pickle.numpy_values import NUMBERS
 from ..inert_pickle.reader import read_pickle
 from ..inert_pickle.values import Global, OrderedDict_
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import (
-    MAX_AXES,
-    MAX_BYTES,
-    Computed,
-    Storage,
-    TensorRef,
-    contiguous_stride,
-    extent,
-    is_count,
-)
+from ..tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, contiguous_stride, extent, is_count
 from ..tensors.source import ByteRange, Source
-from ..tensors.values import stream, stretches
+from ..tensors.values import in_row_major
 from .cursor import Cursor
 from .pytorch.inflating import MAX_TEXT_GROWTH, Inflating
 from .pytorch.zip_reader import Record, first_name, read_directory
@@ -190,17 +181,6 @@ def _tensor(cursor: Cursor, name: str, array: Array, dtype: DType, whole: Storag
     if array.is_fortran:
         stride = contiguous_stride(array.shape[::-1])[::-1]
     flat = TensorRef.contiguous(data, dtype, (numel,))
-    return TensorRef(_little(flat) if flat.is_swapped else data, dtype, array.shape, stride)
-
-
-def _little(flat: TensorRef) -> Storage:
-    """Return a storage of little-endian values: a `.pt` has one byte order, and torch swaps no uint16."""
-    old, width = flat.storage, flat.dtype.itemsize
-
-    def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        for part in stretches(flat, start // width, nbytes // width):
-            yield from stream(part)
-
-    return Storage(
-        Computed(old.data.path, flat.nbytes, make, is_divisible=True), old.kind, origins=old.origins
-    )
+    if flat.is_swapped:  # a `.pt` has one byte order, and torch swaps no uint16
+        data = in_row_major(flat).storage
+    return TensorRef(data, dtype, array.shape, stride)

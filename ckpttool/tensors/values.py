@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import system
 from ..errors import Damaged, Refused
-from .ref import Computed, TensorRef
+from .ref import Computed, Storage, TensorRef
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -103,6 +103,19 @@ def stretches(tensor: TensorRef, first: int, count: int) -> Iterator[TensorRef]:
     """Yield views of `count` elements from number `first`, in row-major order, of whole rows if possible."""
     for begin, size in boxes_of(tensor.shape, first, count) if count else ():
         yield boxed(tensor, begin, size)
+
+
+def in_row_major(tensor: TensorRef) -> TensorRef:
+    """Return a tensor of the same values in row-major order, little-endian, put there when they are read."""
+    dtype, old = tensor.dtype, tensor.storage
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        for part in stretches(tensor, start // dtype.itemsize, nbytes // dtype.itemsize):
+            yield from stream(part)
+
+    data = Computed(old.data.path, tensor.numel * dtype.itemsize, make, is_divisible=True)
+    storage = Storage(data, dtype.storage or "UntypedStorage", old.location, origins=(old,))
+    return TensorRef.contiguous(storage, dtype, tensor.shape)
 
 
 def boxed(tensor: TensorRef, begin: Iterable[int], shape: Sizes) -> TensorRef:

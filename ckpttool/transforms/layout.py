@@ -86,10 +86,8 @@ def _by_pattern(
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
             changed[key] = change(key, changed.get(key, tensors[key]), sizes)
-    from .quantization.recognise import (
-        CODES_ALONE,
-        require_unpacked,
-    )  # many modules, which are needed here alone
+    # Many modules, which are needed here alone
+    from .quantization.recognise import CODES_ALONE, require_unpacked
 
     require_unpacked(checkpoint, target, CODES_ALONE, names=changed)
     return _with_tensors(checkpoint, target, changed), tuple(changed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ def _whole_optimizers(checkpoint: Checkpoint) -> list[str]:
     named = checkpoint.named(contents)
     return [
         f"{dotted(path)} is kept whole, also what it has of parameters that are left out: "
-        f"leave it out by --drop {dotted(path)}, or all but the model first: ckpttool slim"
+        f"leave it out by --drop {shlex.quote(dotted(path))}, or all but the model first: ckpttool slim"
         for path, value in named
         if isinstance(value, dict) and is_optimizer(value)
     ]

@@ -11,7 +11,7 @@ from ...tensors.cast import Caster, CastReport, carrier, reader, target
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import PLAIN_FLOATS, DType
 from ...tensors.ref import MAX_AXES, Computed, Storage, TensorRef
-from ...tensors.values import require_bounded, stream, stretches
+from ...tensors.values import in_row_major, require_bounded, stream, stretches
 from ..layout import strides
 from ..mean import nearest
 
@@ -58,13 +58,7 @@ def reshaped(tensor: TensorRef, shape: Sizes) -> TensorRef:
 def materialised(tensor: TensorRef) -> TensorRef:
     """Return a tensor of the same values in row-major order, which are put there when they are read."""
     require_bounded("a tensor of a rule", tensor)
-    width = tensor.dtype.itemsize
-
-    def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        for part in stretches(tensor, start // width, nbytes // width):
-            yield from stream(part)
-
-    return _computed(tensor, tensor.dtype, make)
+    return in_row_major(tensor)
 
 
 def scaled(tensor: TensorRef, factor: float) -> TensorRef:
