@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.errors import CkptToolError, NoState, Unreadable, UsageFault
 from ckpttool.transforms.optimizer.rekey import to_names
+from tests.support.running import open_files
 from tests.support.saved import opened
 
 Pair = tuple[Path, Path]
@@ -32,10 +32,6 @@ def files(tmp_path: Path) -> Pair:
     other["w"][5] += 0.5
     save_file(other, tmp_path / "b.safetensors")
     return tmp_path / "a.pt", tmp_path / "b.safetensors"
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_the_digest_of_a_path_is_that_of_what_was_made_of_it(files: Pair, tmp_path: Path) -> None:
@@ -86,11 +82,11 @@ def test_doctor_and_reload_take_paths_and_checkpoints(files: Pair) -> None:
 
 
 def test_a_path_is_closed_and_a_checkpoint_stays_open(files: Pair) -> None:
-    before = descriptors()
+    before = open_files()
     ckpttool.digest(files[0])
     ckpttool.diff(*files)
     ckpttool.verify(files[0], against=files[1])
-    assert descriptors() == before
+    assert not open_files() - before
     with ckpttool.open(files[0]) as checkpoint:
         ckpttool.verify(checkpoint)
         assert ckpttool.diff(checkpoint, checkpoint).same

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,19 @@ class Ran:
 
 Cli = Callable[..., Ran]
 """The fixture `cli`, which runs a command in this process."""
+
+
+def open_files() -> Counter[str]:
+    """Count the files that this process holds open, by path.
+
+    Threads and garbage of other tests close theirs at any time: what a test left open is what is more than
+    before, ``open_files() - before``.
+    """
+    found: list[str] = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as the listing's own is
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return Counter(path for path in found if path.startswith("/"))  # no sockets, no pipes
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import random
 import struct
 import tempfile
@@ -25,6 +24,7 @@ from ckpttool.formats.pytorch import inflating
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
+from tests.support.running import open_files
 from tests.support.saved import refused
 
 RECORD = "archive/data/0"
@@ -113,14 +113,13 @@ def test_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest
     path = deflated(tmp_path / "in.pt")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    gc.collect()  # what earlier tests left open
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with ckpttool.open(path) as checkpoint:
         assert list((tmp_path / "temporary").iterdir()) == []
         checkpoint.state().tensors["a"].storage.data.read()
     del checkpoint
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def test_unused_records_are_not_inflated(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import tempfile
 import zipfile
@@ -24,6 +23,7 @@ from tests.support.attacks import DOUBLED
 from tests.support.comparing import assert_same
 from tests.support.crafting import dict_of, list_of, number, storage, tensor, text, torch_zip, tuple_of
 from tests.support.layouts import LAYOUTS, LAZY, big_endian, numbers
+from tests.support.running import open_files
 from tests.support.saved import opened, refused
 from tests.support.tensor_kinds import PLAIN_DTYPES
 from tests.support.trees import TREES, training_checkpoint, with_metadata
@@ -306,12 +306,11 @@ def test_an_open_checkpoint_is_read_though_its_file_was_removed_until_it_is_clos
 
 def test_a_failed_open_leaves_no_descriptor_open(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"PK\x03\x04 and no more")
-    gc.collect()  # what earlier tests left open
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(3):
         with pytest.raises(Damaged):
             ckpttool.open(tmp_path / "f")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize(
