@@ -12,6 +12,7 @@ import hashlib
 import io
 import pickle
 import struct
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CkptToolError, RanksDiffer
-from . import transport
+from . import nested, transport
 from .transport import rank as rank
 from .transport import world_size as world_size
 
@@ -311,17 +312,31 @@ def digest_each(values: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def digest(value: Any) -> bytes:
-    """Return the SHA-256 of a tensor's dtype, shape and bytes, or of a plain value's `repr`.
+    """Return the SHA-256 of a tensor's or an array's dtype, shape and bytes, or of another value's `repr`.
+
+    That of a tensor or an array leaves out most of its values, so in a container its digest stands for it.
 
     Raises:
-        TypeError: the tensor is sparse, quantized or on the meta device.
+        TypeError: a tensor is sparse, quantized or on the meta device.
     """
-    if not isinstance(value, torch.Tensor):
-        return hashlib.sha256(repr(value).encode()).digest()
-    sha256 = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-    data = transport.as_bytes(value).cpu()
-    if data.numel():
-        sha256.update(transport.memory_of(data))
+    array: Any = sys.modules["numpy"].ndarray if "numpy" in sys.modules else torch.Tensor
+    if isinstance(value, torch.Tensor):
+        data = transport.as_bytes(value).cpu()
+        return _sha256(
+            f"{value.dtype} {tuple(value.shape)} ", transport.memory_of(data) if len(data) else b""
+        )
+    if isinstance(value, array) and not value.dtype.hasobject:
+        return _sha256(f"{value.dtype.str} {value.shape} ", value.tobytes())
+    if isinstance(value, array):
+        return digest([value.shape, value.tolist()])
+    kinds = (torch.Tensor, array)
+    holds_any = any(True for _ in nested.found(value, kinds))
+    return _sha256(repr(nested.mapped(value, digest, kinds=kinds) if holds_any else value))
+
+
+def _sha256(text: str, data: Any = b"") -> bytes:
+    sha256 = hashlib.sha256(text.encode())
+    sha256.update(data)
     return sha256.digest()
 
 

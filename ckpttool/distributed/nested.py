@@ -14,7 +14,12 @@ PLAIN = {bool, int, float, str, type(None)}
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, in order."""
-    if isinstance(value, torch.Tensor):
+    return found(value, torch.Tensor)
+
+
+def found(value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
+    """Yield what is of these kinds in a value, in order."""
+    if isinstance(value, kinds):
         yield value
         return
     items: Iterable[Any] = ()
@@ -26,28 +31,34 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
         items = (getattr(value, field.name) for field in dataclasses.fields(value))
     for item in items:
         if type(item) not in PLAIN:
-            yield from tensors(item)
+            yield from found(item, kinds)
 
 
 def mapped(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], movable: Callable[[Any], Any] | None = None
+    value: Any,
+    change: Callable[[Any], Any],
+    movable: Callable[[Any], Any] | None = None,
+    kinds: type | tuple[type, ...] = torch.Tensor,
 ) -> Any:
     """Return a value with each tensor replaced by what `change` returns; containers keep their types.
 
     Anything else that has a method `to` is replaced, as a whole, by what `movable` returns, if that is given.
+
+    Args:
+        kinds: the types of what is replaced, if not tensors alone.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, kinds):
         return change(value)
     if movable is not None and callable(getattr(value, "to", None)) and not isinstance(value, type):
         return movable(value)
     if isinstance(value, Mapping):
-        return _like(value, {key: mapped(item, change, movable) for key, item in value.items()})
+        return _like(value, {key: mapped(item, change, movable, kinds) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        items = [mapped(item, change, movable) for item in value]
+        items = [mapped(item, change, movable, kinds) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        parts = {name: mapped(getattr(value, name), change, movable) for name in names}
+        parts = {name: mapped(getattr(value, name), change, movable, kinds) for name in names}
         return dataclasses.replace(value, **parts)
     return value
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -252,6 +254,52 @@ def test_a_digest_depends_on_values_not_on_memory_layout():
     assert collectives.digest(torch.tensor(0.0)) != collectives.digest(torch.tensor(-0.0))
     plain = torch.tensor([complex(0.0, -1.0)])
     assert collectives.digest(torch.tensor([1j]).conj()) == collectives.digest(plain)
+
+
+class Pair(NamedTuple):
+    name: str
+    value: Any
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda value: value,
+        lambda value: [1, value],
+        lambda value: {"state": {"GG": [value, None]}},
+        lambda value: Pair("lr", (value,)),
+        lambda value: sorted({"lr": value, "betas": (0.9, 0.999)}.items()),
+    ],
+    ids=["bare", "a list", "an optimizer's list of matrices", "a named tuple", "settings"],
+)
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (torch.zeros(2000), torch.zeros(2000).index_fill(0, torch.tensor([1000]), 1)),
+        (torch.tensor(0.1), torch.tensor(0.100001)),
+        (torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.bfloat16)),
+        (np.zeros(2000), np.eye(1, 2000, 1000)[0]),
+        (np.array([1 / 3]), np.array([1 / 3 + 1e-12])),
+        (np.array(["a"] * 2000, dtype=object), np.array(["a"] * 1000 + ["b"] * 1000, dtype=object)),
+    ],
+    ids=[
+        "in the middle",
+        "by the sixth digit",
+        "dtype",
+        "array, in the middle",
+        "array, last digits",
+        "objects",
+    ],
+)
+def test_a_tensor_or_an_array_anywhere_in_a_value_is_compared_whole(around, value, other):
+    """Their `repr` has the first and last three values, of four digits."""
+    assert collectives.digest(around(value)) != collectives.digest(around(other))
+    assert collectives.digest(around(value)) == collectives.digest(around(copy.deepcopy(value)))
+
+
+def test_a_plain_value_keeps_the_digest_that_checkpoints_hold():
+    for value in ([("betas", (0.9, 0.999)), ("lr", 0.1)], {"a": [None, 2]}, "text", (1, "2")):
+        assert collectives.digest(value) == hashlib.sha256(repr(value).encode()).digest()
 
 
 @pytest.mark.parametrize("count", [0, 1])
