@@ -148,6 +148,7 @@ def in_folder(inputs: Path, folder: Path, *half: str) -> dict[str, str]:
     return written(folder)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not system.IS_POSIX, reason="there is one half alone")
 def test_both_halves_write_the_same_bytes(tmp_path: Path) -> None:
     (inputs := tmp_path / "inputs").mkdir()

@@ -152,7 +152,8 @@ def test_each_shard_of_torch_is_checked(tmp_path: Path) -> None:
     assert problems(verify(ckpttool.open(tmp_path / "out"))) == [("checksum", "b")]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
 def test_each_flipped_bit_of_a_zip_is_found_or_its_byte_is_counted(seed: int, tmp_path: Path) -> None:
     """The bytes that may change unseen are no more than the count of those that no checksum covers."""
     torch.save({"w": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "in.pt")

@@ -245,6 +245,7 @@ def run_compiled(rank: int, world_size: int, setting: Setting, when: str) -> Out
     )
 
 
+@pytest.mark.long
 def test_a_compiled_layer_trains_over_all_ranks(fresh_ranks):
     """In ranks of its own: the first torch.compile of a process imports torch's compilers, which takes half a
     minute on a busy machine. In ranks that had run hundreds of cases, with gloo's threads of each, it was

@@ -123,7 +123,7 @@ def test_a_hundred_processes_write_into_one_folder_at_once(tmp_path: Path) -> No
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.covered(lambda output: output == "out.safetensors")
+@pytest.mark.long
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_killed_writers_leave_a_whole_output_and_the_next_one_cleans_up(output: str, tmp_path: Path) -> None:
     digests = prepare(tmp_path)

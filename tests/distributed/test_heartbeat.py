@@ -344,6 +344,7 @@ def test_a_rank_that_was_told_to_end_is_named_and_excuses_the_others(cases: Case
     assert [path.name for path in excused] == ["excused-0"]
 
 
+@pytest.mark.covered(lambda name, said: name == "has fewer steps")
 @pytest.mark.parametrize(("name", "said"), {
     "skips backward": "rank 1 skipped backward: it has begun 3 forward and 2 backward passes",
     "has fewer steps": "rank 1 has ended its loop after step 3: it had fewer steps than the others",

@@ -331,7 +331,8 @@ def commands(name: str) -> list[list[str]]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.long] * (name in ("shapes", "character_lm"))) for name in SHORT
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("shapes", "character_lm", "padded_text")))
+        for name in SHORT
     ],
 )
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:

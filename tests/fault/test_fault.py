@@ -23,6 +23,8 @@ from tests.fault.scenarios import SCENARIOS, Scenario
 from tests.fault.supervised import KILL, SHORT, TERM, Fault, run
 from tests.fault.trying import place_for_runs, try_scenario
 
+pytestmark = pytest.mark.long
+
 
 def named(name: str) -> Scenario:
     return next(each for each in SCENARIOS if each.name == name)
@@ -49,7 +51,6 @@ SOME = [OVER.name, "strip-prefix, .safetensors in place", "rename-keys, shards i
 SOME += ["gather-metrics, two ranks to JSON", "the trainer's save, last, best and numbered"]
 
 
-@pytest.mark.covered(lambda name: name in SOME[1::2])
 @pytest.mark.parametrize("name", SOME)
 def test_every_output_is_old_or_new_whatever_fails(name: str, given: Path) -> None:
     """Some faults of some commands, drawn; `make fault` tries them all."""
@@ -76,7 +77,6 @@ FOUND: dict[str, tuple[Collection[str], Collection[str], tuple[str, ...]]] = {
 """By hole: the calls that fail, and how, and what is found; nothing without a hole."""
 
 
-@pytest.mark.covered(lambda hole: hole in ("leave-temporaries", "trust-short-writes", "write-in-place"))
 @pytest.mark.parametrize("hole", [*HOLES, ""], ids=lambda hole: hole or "none")
 def test_a_hole_is_found_and_nothing_without_one(hole: str, given: Path) -> None:
     calls, ways, wanted = FOUND[hole]

@@ -131,9 +131,11 @@ def test_a_copy_reports_the_checksum_of_its_bytes(source: Source, tmp_path: Path
 def doubled(content: bytes, *, is_divisible: bool, threads: set[int]) -> Computed:
     """Each byte twice, made in pieces of an odd size."""
 
+    twice = bytes(byte for byte in content for _ in range(2))
+
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
         threads.add(threading.get_ident())
-        whole = bytes(byte for byte in content for _ in range(2))[start : start + nbytes]
+        whole = twice[start : start + nbytes]
         for begin in range(0, nbytes, 999):
             yield memoryview(whole)[begin : begin + 999]
 

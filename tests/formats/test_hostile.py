@@ -99,7 +99,7 @@ ATTACKS = attacks_of(20_000)
 """Deeper than any limit of recursion; `make long` tries larger ones."""
 
 COVERED = ["ONNX: 100,000 graphs", "GGUF: 100,000 empty arrays in an array"]
-COVERED += ["dicts in dicts", "modules in modules"]
+COVERED += ["dicts in dicts", "modules in modules", "ONNX: 100,000 nodes", "states in states"]
 COVERED += ["a pickle that compresses well", "NumPy: zeros that were packed"]
 """Others nest, repeat or compress in the same way."""
 

@@ -94,7 +94,7 @@ def test_what_was_merged_splits_into_the_ranks_own_files(ranks: int, run_of: Run
             assert plain(mine.tree) == plain(theirs.tree)
 
 
-@pytest.mark.covered(lambda before, after: (before, after) != (2, 4))
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [*permutations([1, 2, 4], 2)])
 def test_training_goes_on_as_after_the_framework_s_own_resharding(
     before: int, after: int, run_of: RunOf, run_ranks: RunRanks, tmp_path: Path

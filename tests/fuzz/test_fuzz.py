@@ -229,12 +229,7 @@ FOUND: dict[str, tuple[str, Callable[[], object], Callable[[str], Files], str]] 
 }
 
 
-SLOW = ["an expression that backtracks", "a placement of 2^18 pieces", "failures nested deeply"]
-SLOW += ["a label of 2^26", "a device without an end"]
-"""Others hang, take memory, or are judged in the same way."""
-
-
-@pytest.mark.covered(lambda hole: hole in SLOW)
+@pytest.mark.long
 @pytest.mark.parametrize("hole", FOUND)
 def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, break_it, make, wrong = FOUND[hole]

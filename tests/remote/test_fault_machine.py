@@ -24,6 +24,8 @@ INSPECT = "inspect, .pt"
 FILE, SHARDS = "strip-prefix, .pt over .safetensors", "strip-prefix, index of three shards over shards"
 HUB, BUCKET = "inspect, repository of the hub", "convert, .pt over an object in a bucket"
 
+pytestmark = pytest.mark.long
+
 TRIES = 5  # in which threads take turns in more than one order
 
 Benches = Callable[[str], Bench]

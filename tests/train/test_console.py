@@ -50,7 +50,7 @@ def test_the_help_breaks_no_word_and_keeps_to_the_width(monkeypatch, columns):
     assert not any(line.endswith("-") for line in helps)
 
 
-@pytest.mark.covered(lambda closed: closed != ">&- 2>&-")
+@pytest.mark.long
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_run_whose_streams_are_closed_trains(tmp_path, closed):
     command = f"{sys.executable} train/main.py --data fake:8 --epochs 1 --out {tmp_path}/run {closed}"

@@ -305,6 +305,7 @@ def test_a_failure_is_one_line_and_an_object_for_scripts(saved, capsys, monkeypa
         assert said in error["message"] and set(error) == {"kind", "message", "hint"}
 
 
+@pytest.mark.long
 def test_an_evaluation_does_not_import_the_compiler(saved):
     """It takes more than a second, and only training needs it."""
     code = "import sys; from train.evaluate import main; sys.exit(main() or 'torch._dynamo' in sys.modules)"

@@ -49,6 +49,7 @@ def test_the_digits_are_divided_in_the_same_way_each_time_and_by_class():
     assert torch.equal(in_test, (in_train + in_test) // 5)
 
 
+@pytest.mark.long
 def test_the_digits_are_scikit_learns_with_and_without_its_file(monkeypatch):
     from sklearn.datasets import load_digits
 

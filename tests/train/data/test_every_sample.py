@@ -70,7 +70,7 @@ def compared(
     return ": ".join(error or ())
 
 
-@pytest.mark.covered(lambda kind, part, on: kind != "tensors" and on != (2 if part == "test" else 1))
+@pytest.mark.covered(lambda kind, part, on: on != (2 if part == "test" else 1))
 @pytest.mark.parametrize("on", [0, 1, 2])
 @pytest.mark.parametrize("part", ["training", "test"])
 @pytest.mark.parametrize("kind", ["listed", "keyed", "tensors"])

@@ -129,6 +129,7 @@ def test_a_member_that_a_sample_has_twice_is_named_and_none_of_them_is_lost(tmp_
     assert len(opened(path, labelled=False, skip_damaged=True)) == 1
 
 
+@pytest.mark.long
 def test_as_many_endings_as_there_are_members(tmp_path):
     """Headers that differ in digits are made of one, as tarfile takes five seconds for them."""
     name, path = b"0.00000", tmp_path / "many.tar"

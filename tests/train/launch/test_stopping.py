@@ -105,9 +105,7 @@ def stopped(run_ranks, undisturbed, tmp_path) -> Callable[..., dict[str, Any]]:
     return stop
 
 
-@pytest.mark.covered(
-    lambda size, on, number: size == 3 and number != (signal.SIGTERM if on == [1] else signal.SIGINT)
-)
+@pytest.mark.covered(lambda size, on, number: size == 3 and (on, number) != ([1], signal.SIGTERM))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 @pytest.mark.parametrize(("size", "on"), [(1, [0]), (3, [1]), (3, [0, 2])])
 def test_a_signal_to_any_rank_ends_all_after_one_step(stopped, size, on, number):
@@ -202,7 +200,7 @@ TOLD: dict[str, tuple[list[str], str | int, int]] = {
 }
 
 
-@pytest.mark.covered(lambda whom: whom in ("rank 0 of spawn", "spawn"))
+@pytest.mark.covered(lambda whom: whom in ("rank 0 of spawn", "rank 1 of spawn", "spawn"))
 @pytest.mark.parametrize("whom", TOLD)
 def test_a_signal_to_any_process_of_a_run_ends_and_saves_it(tmp_path, whom):
     """Processes that load data outlive one to all, until their rank ends."""

@@ -84,7 +84,7 @@ def test_a_rank_takes_its_part_of_the_cores_unless_the_user_has_said_how_many(mo
     assert (program.threads(), taken) == (threads, [threads] * (threads is not None))
 
 
-@pytest.mark.covered(lambda given, threads: bool(given))
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "threads"), [({}, ["3 3", "3"]), ({"OMP_NUM_THREADS": "1"}, ["None 1", "None"])]
 )

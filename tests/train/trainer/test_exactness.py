@@ -271,6 +271,7 @@ def measured(run_ranks: Run, tmp_path_factory: Any) -> Any:
     return measure_all(run_ranks, str(tmp_path_factory.mktemp("exactness")), STOPS[:1])
 
 
+@pytest.mark.long
 def test_the_plain_training_is_the_same_on_other_ranks_and_after_a_resume(run_ranks, tmp_path):
     found = measure(run_ranks, ROWS[0], str(tmp_path), None, STOPS[:1])
     assert not any(found.resumed.values()), found.resumed

@@ -82,7 +82,7 @@ CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_
 
 @pytest.mark.covered(
     lambda name, setting: (
-        name in ("both", "frozen", "pooled", "virtual ranks")
+        name in ("both", "frozen", "pooled", "virtual ranks", "dropout, by a function")
         or (
             setting != "accumulate"
             and (name, setting) not in {("neither", "rank_batch"), ("sync", "rank_share")}
