@@ -132,6 +132,7 @@ def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> No
     assert f"Usage: ckpttool {name}" in ran.out
 
 
+@pytest.mark.covered(lambda example: example.startswith("ckpttool prove ") and "--from" not in example)
 @pytest.mark.usefixtures("forked_replays")
 @pytest.mark.parametrize("example", examples())
 def test_the_example_works_when_pasted(

@@ -100,6 +100,7 @@ ATTACKS = attacks_of(20_000)
 
 COVERED = ["ONNX: 100,000 graphs", "GGUF: 100,000 empty arrays in an array"]
 COVERED += ["dicts in dicts", "modules in modules", "ONNX: 100,000 nodes", "states in states"]
+COVERED += ["a thousand copies of a list", "GGUF: 3,000 tensors of no values"]
 COVERED += ["a pickle that compresses well", "NumPy: zeros that were packed"]
 """Others nest, repeat or compress in the same way."""
 

@@ -39,6 +39,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
     with Worker() as made:
@@ -52,7 +55,6 @@ def test_an_honest_file_is_read_and_equal_in_other_libraries(kind: str, worker: 
         assert (outcome.accepted, outcome.wrong, outcome.details) == (True, "", "")
 
 
-@pytest.mark.covered(lambda kind: kind in ("shards, torch", "TorchScript"))
 @pytest.mark.parametrize("kind", SEEDS)
 def test_a_changed_file_is_refused_or_read_as_others_read_it(kind: str, worker: Worker) -> None:
     for number in range(5 if kind == "folder of a run" else 15):  # a picture takes a third of a second
@@ -229,7 +231,6 @@ FOUND: dict[str, tuple[str, Callable[[], object], Callable[[str], Files], str]] 
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("hole", FOUND)
 def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, break_it, make, wrong = FOUND[hole]

@@ -779,6 +779,7 @@ def test_the_line_of_an_interrupted_upload_says_that_nothing_stays(world: World,
     assert world.unfinished() == [] and not world.exists("left.safetensors")
 
 
+@pytest.mark.long
 def test_the_line_of_an_upload_that_was_interrupted_after_its_end_says_that_it_is_there(
     world: World, tmp_path: Path
 ) -> None:

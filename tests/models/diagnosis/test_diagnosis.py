@@ -352,6 +352,7 @@ def run_in_shell(script: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.long
 def test_the_output_is_a_shell_script(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "it's $HOME.pt"
     torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)

@@ -99,6 +99,7 @@ def told_in_a_delta(rank: int, size: int, folder: str, settings: dict[str, Any])
         return runs.run(rank, size, runs.restless, folder, settings)
 
 
+@pytest.mark.covered(lambda save: save == "sync")
 @pytest.mark.parametrize("save", ["sync", "async"])
 def test_a_run_that_is_told_to_end_within_a_delta_completes_it(
     run_ranks: Any, tmp_path: Path, save: str

@@ -152,7 +152,7 @@ def test_any_changed_field_is_refused_in_one_line(run, tmp_path):
     assert {how for _, how in tried} == set(HOW)
 
 
-@pytest.mark.covered(lambda how: how in ("text", "list", "dropped", "nothing", "number", "empty"))
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW)
 def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(run, tmp_path, how):
     """Checkpoints of before that digest have none. Harmless: the run continues for a step and is saved."""

@@ -76,9 +76,7 @@ def short(run_ranks, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.covered(
-    lambda size, step: (size, step) not in {(1, 1), (2, STEPS), (3, 1), (3, 3), (3, STEPS + 1)}
-)
+@pytest.mark.covered(lambda size, step: (size, step) not in {(1, 1), (2, STEPS), (3, 3), (3, STEPS + 1)})
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("step", [1, 3, STEPS, STEPS + 1])
 def test_a_resumed_run_and_its_log_equal_the_uninterrupted_ones(run_ranks, tmp_path, wholes, size, step):

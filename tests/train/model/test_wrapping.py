@@ -194,6 +194,7 @@ class Broken(nn.BatchNorm1d):
         return x
 
 
+@pytest.mark.long
 def test_a_compiled_block_that_the_compiler_breaks_updates_its_statistics_once(monkeypatch):
     torch.compiler.reset()
     # Its graphs are run as they are: machine code would take seconds, and break at the same place.

@@ -186,6 +186,9 @@ STARTS: dict[str, tuple[list[tuple[int, ...]], int]] = {
 }
 
 
+@pytest.mark.covered(
+    lambda what: what in ("twice", "further in between", "at others", "before the first step")
+)
 @pytest.mark.parametrize("what", STARTS)
 def test_the_third_failure_of_a_step_in_a_row_is_the_last(tmp_path, what):
     starts, failed = STARTS[what]
