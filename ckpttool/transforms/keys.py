@@ -226,7 +226,8 @@ def _apply(
             return _rename_state(*states[id(value)], wrappers or {})
         if isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=False):
             prefix = owners.prefix(value)
-            return rename_parameters(value, {prefix + old: prefix + new for old, new in names.items()})
+            whole = {prefix + old: prefix + new for old, new in names.items()}
+            return rename_parameters(value, _as_listed(value, whole))
         return value
 
     also = {other.where: theirs for other, theirs in others}
@@ -278,8 +279,7 @@ def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any
     def new_name(name: Any) -> Any:
         return names.get(name, name) if isinstance(name, str) else name
 
-    listed = parameters(optimizer) if is_flat(optimizer) else _parameter_names(optimizer)
-    checked(dict.fromkeys(name for name in listed if isinstance(name, str)), new_name, PREFIXES)
+    checked(dict.fromkeys(_listed_names(optimizer)), new_name, PREFIXES)
     if is_flat(optimizer):
         return renamed(optimizer, names)
     new = remade(optimizer, optimizer.items())
@@ -292,7 +292,24 @@ def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any
     return new
 
 
-def _parameter_names(optimizer: Any) -> Iterator[object]:
+def _as_listed(optimizer: Any, names: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the names without the state's wrapper, where the optimizer was made of the model inside it."""
+    listed = [*_listed_names(optimizer)]
+    if not listed or listed[0] in names:
+        return names
+    for wrapper in (found.prefix for found in found_prefixes(names)):
+        if all(wrapper + name in names for name in listed):
+            inside = {old: new for old, new in names.items() if old.startswith(wrapper)}
+            return {old.removeprefix(wrapper): new.removeprefix(wrapper) for old, new in inside.items()}
+    return names
+
+
+def _listed_names(optimizer: Any) -> Iterator[str]:
+    listed = parameters(optimizer) if is_flat(optimizer) else _parameters(optimizer)
+    return (name for name in listed if isinstance(name, str))
+
+
+def _parameters(optimizer: Any) -> Iterator[object]:
     yield from optimizer["state"] if isinstance(optimizer["state"], dict) else ()
     for group, entry in _lists(optimizer):
         yield from group[entry]

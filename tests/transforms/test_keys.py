@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,35 @@ def test_parameter_names_inside_the_optimizer_follow_the_keys(tmp_path: Path) ->
     assert_same(tree["optimizer"]["state"], found["optimizer"]["state"])
     back = rewritten(ckpttool.add_prefix, found, tmp_path)
     assert back["optimizer"]["param_groups"][0]["param_names"] == ["module.0.weight", "module.0.bias"]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (
+            partial(ckpttool.rename_keys, rules=[(r"^module\.0", "module.first")]),
+            ["first.weight", "first.bias"],
+        ),
+        (partial(ckpttool.rename_keys, rules=[(r"^module\.", "net.")]), ["net.0.weight", "net.0.bias"]),
+        (ckpttool.add_prefix, ["module.0.weight", "module.0.bias"]),
+        (ckpttool.strip_prefix, ["0.weight", "0.bias"]),
+    ],
+    ids=["inside the wrapper", "the wrapper", "another wrapper", "no wrapper"],
+)
+def test_an_optimizer_that_was_made_before_the_model_was_wrapped_follows(
+    tmp_path: Path, change: Any, names: list[str]
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model = OrderedDict((f"module.{name}", value) for name, value in net.state_dict().items())
+    found = rewritten(change, {"model": model, "optimizer": trained(net)}, tmp_path)
+    assert found["optimizer"]["param_groups"][0]["param_names"] == names
+
+
+def test_an_optimizer_of_other_parameters_than_those_in_the_wrapper_stays(tmp_path: Path) -> None:
+    optimizer = {"state": {}, "param_groups": [{"params": [0, 1], "param_names": ["a", "other"]}]}
+    tree = {"model": {"module.a": torch.ones(1), "module.b": torch.ones(1)}, "optimizer": optimizer}
+    found = rewritten(partial(ckpttool.rename_keys, rules=[("a$", "c")]), tree, tmp_path)
+    assert found["optimizer"] == optimizer
 
 
 def test_an_optimizer_keyed_by_name_follows_too(tmp_path: Path) -> None:
