@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from datetime import date, timedelta
+from numbers import Number
+from pathlib import PurePath
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import default_collate
 
@@ -71,32 +75,47 @@ def collation_of(
     return Collation(function, whose, part, seed)
 
 
-def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what a batch is made of, tensors and plain values, each with its place: `[1][0]['boxes']`.
+def leaves(value: Any, place: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what a sample or a batch is made of, each with its place: `[1][0]['boxes']`.
 
-    The attributes of an object that is no container are its parts.
+    These are tensors, arrays and plain values. What gives itself as an array, as pictures of Pillow do, is
+    one; the attributes of any other object that is no container are its parts.
+
+    Args:
+        around: the ids of what holds the value; what holds itself is not followed again.
     """
-    inner: Iterable[tuple[str, Any]]
-    if isinstance(batch, torch.Tensor) and batch.is_nested:
-        inner = ((f"[{number}]", part) for number, part in enumerate(batch.unbind()))
-    elif isinstance(batch, torch.Tensor) and batch.layout != torch.strided:
-        whole = batch.to_sparse_coo().coalesce()
-        inner = ((".indices", whole.indices()), (".values", whole.values()))
-    elif isinstance(batch, Mapping):
-        inner = ((f"[{key!r}]", part) for key, part in batch.items())
-    elif isinstance(batch, tuple | list):
-        inner = ((f"[{number}]", part) for number, part in enumerate(batch))
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        inner = ((f".{field.name}", getattr(batch, field.name)) for field in fields(batch))
-    elif not isinstance(batch, torch.Tensor) and not callable(batch) and getattr(batch, "__dict__", None):
-        inner = ((f".{name}", part) for name, part in vars(batch).items())
-    else:
-        yield place, batch if isinstance(batch, torch.Tensor | str | bytes | int | float) else _plain(batch)
+    inner = None if id(value) in around else _parts(value)
+    if inner is None:
+        yield place, _leaf(value)
         return
     for where, part in inner:
-        yield from leaves(part, f"{place}{where}")
+        yield from leaves(part, f"{place}{where}", (*around, id(value)))
 
 
-def _plain(value: Any) -> Any:
-    # The `repr` of an object may hold its address, which is another on each rank.
-    return value if value is None or hasattr(value, "dtype") else type(value).__qualname__
+def _parts(value: Any) -> Iterable[tuple[str, Any]] | None:
+    """Return the parts of a value, each with its place in it; None if it is a leaf."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return ((f"[{number}]", part) for number, part in enumerate(value.unbind()))
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        whole = value.to_sparse_coo().coalesce()
+        return ((".indices", whole.indices()), (".values", whole.values()))
+    if isinstance(value, Mapping):
+        return ((f"[{key!r}]", part) for key, part in value.items())
+    if isinstance(value, tuple | list):
+        return ((f"[{number}]", part) for number, part in enumerate(value))
+    if isinstance(value, set | frozenset):
+        return ((f"[{number}]", part) for number, part in enumerate(sorted(value, key=repr)))
+    if is_dataclass(value) and not isinstance(value, type):
+        return ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, torch.Tensor | Number) or callable(value) or hasattr(value, "__array_interface__"):
+        return None
+    attributes = getattr(value, "__dict__", {})
+    return ((f".{name}", part) for name, part in attributes.items()) if attributes else None
+
+
+def _leaf(value: Any) -> Any:
+    if value is None or isinstance(value, torch.Tensor | str | bytes | Number | date | timedelta | PurePath):
+        return value
+    if hasattr(value, "__array_interface__"):
+        return numpy.asarray(value)
+    return type(value).__qualname__  # its `repr` may hold its address, which is another on each rank

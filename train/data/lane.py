@@ -6,16 +6,16 @@ import copy
 import hashlib
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import seed_all, seed_from
 from ckpttool.errors import CheckFailed, CkptToolError, Unreadable, UsageFault
 from ckpttool.files.failures import reason
+from train.data.collate import leaves
 
 BETWEEN = 256  # samples between two positions that are kept
 PLAIN = (str, int, float, bool, type(None), torch.Tensor)
@@ -223,25 +223,9 @@ class Lane:
 
 
 def digest_of(sample: Any) -> str:
-    """Return a digest of a sample: of its tensors and arrays, and of plain values as they are written."""
-    return hashlib.sha256(b"".join(_digests(sample))).hexdigest()[:16]
-
-
-def _digests(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield collectives.digest(key)
-            yield from _digests(item)
-    elif isinstance(value, list | tuple):
-        yield collectives.digest(len(value))
-        for item in value:
-            yield from _digests(item)
-    elif isinstance(value, numpy.ndarray) and value.dtype != object:
-        yield collectives.digest((value.dtype.str, value.shape)) + hashlib.sha256(value.tobytes()).digest()
-    elif isinstance(value, (*PLAIN, bytes, numpy.generic)):
-        yield collectives.digest(value)
-    else:  # its `repr` may hold its address
-        yield collectives.digest(type(value).__qualname__)
+    """Return a digest of a sample: of its `leaves`, and of where they are in it."""
+    parts = (f"{place} ".encode() + collectives.digest(leaf) for place, leaf in leaves(sample))
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -26,6 +31,7 @@ from train.data import data_set
 from train.data.batches import batch_of, load
 from train.data.collate import Collation, leaves
 from train.data.data_set import Data
+from train.data.lane import digest_of
 from train.tasks import builtin as tasks
 from train.trainer import preflight
 from train.trainer.trainer import Trainer
@@ -345,6 +351,40 @@ def test_the_parts_of_any_batch_have_places():
     assert (found["[3]"], found["[4]"]) == (None, "object")
     sparse = dict(leaves(torch.eye(2).to_sparse_csr()))
     assert sparse[".values"].tolist() == [1.0, 1.0]
+
+
+@dataclass
+class Boxed:
+    value: Any
+
+
+ANYTHING: dict[str, tuple[Any, Any]] = {
+    "a dataclass": (Boxed(torch.zeros(2000)), Boxed(torch.arange(2000) // 1000)),
+    "an object": (types.SimpleNamespace(x=[torch.zeros(1)]), types.SimpleNamespace(x=[torch.ones(1)])),
+    "a picture": (Image.new("RGB", (2, 2), (0, 0, 0)), Image.new("RGB", (2, 2), (0, 0, 1))),
+    "an array": (np.zeros(2000), np.arange(2000) // 1000.0),
+    "an array of objects": (np.array([1, "a"], dtype=object), np.array([1, "b"], dtype=object)),
+    "a set": ({1, 2}, {1, 3}),
+    "a complex number": (1j, 2j),
+    "a date": (date(2026, 1, 1), date(2026, 1, 2)),
+    "a fraction": (Fraction(1, 3), Fraction(2, 3)),
+    "a path": (Path("a"), Path("b")),
+    "other brackets": ([[1], [2]], [[1, 2]]),
+}
+
+
+@pytest.mark.parametrize("kind", ANYTHING)
+def test_samples_of_any_kind_have_a_digest_that_tells_them_apart(kind):
+    one, other = ANYTHING[kind]
+    assert digest_of({"x": (one, 1)}) != digest_of({"x": (other, 1)})
+    assert digest_of({"x": (one, 1)}) == digest_of({"x": (copy.deepcopy(one), 1)})
+
+
+def test_a_sample_that_holds_itself_has_a_digest():
+    node = types.SimpleNamespace(value=torch.ones(1))
+    node.children = [types.SimpleNamespace(parent=node)]
+    assert [place for place, _ in leaves(node)] == [".value", ".children[0].parent"]
+    assert digest_of(node) == digest_of(copy.deepcopy(node))
 
 
 def test_what_moves_itself_is_moved_as_a_whole():
