@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..analysis.summary import Summary
     from ..checkpoint.module_tree import Branch
 
-MAX_OTHERS = 12  # Values below one name that are shown without `-v`
+MAX_OTHERS = 24  # Other values that are shown without `-v`,
+OF_EACH = 3  # and of each name at least so many
+MAX_DTYPES = 12
 FIRST = ("hyper_parameters", "datamodule_hyper_parameters")  # Entries of a Lightning file that stand first
 FOLDED = ("loops", "callbacks")  # Entries of a Lightning file that hold its own bookkeeping
 ROOM = 10  # Columns for what is in a module, below which they stay empty
@@ -94,7 +96,7 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
     if branch.branches:
         text = counted(branch.count, "tensor") if closed else ""
         return text, text
-    whole, brief = (tensors_in_words(branch, usual, MAX_OTHERS, brief=each) for each in (False, True))
+    whole, brief = (tensors_in_words(branch, usual, MAX_DTYPES, brief=each) for each in (False, True))
     return printable(whole), printable(brief)
 
 
@@ -108,24 +110,25 @@ def _folded(line: str, width: int | None) -> list[str]:
 
 def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
     """Yield name and value of everything that no other part of the page shows."""
-    groups = [
-        (name, list(rows)) for name, rows in groupby(summary.other, lambda row: row.name.partition(".")[0])
-    ]
-    lightning = any(name == LIGHTNING for name, _ in groups)
-    if lightning:
-        groups.sort(key=lambda group: group[0] not in FIRST)
     training = [row.name for row in summary.optimizers] + [row.name for row in summary.schedulers]
     shown = [name for name in training if name]
     inside, around = tuple(f"{name}." for name in shown), {name.rpartition(".")[0] for name in shown}
     if summary.model:
         around.add(summary.state or "")
+    kept = [
+        r for r in summary.other if everything or (r.name not in around and not r.name.startswith(inside))
+    ]
+    groups = [(name, list(rows)) for name, rows in groupby(kept, lambda row: row.name.partition(".")[0])]
+    lightning = any(name == LIGHTNING for name, _ in groups)
+    if lightning:
+        groups.sort(key=lambda group: group[0] not in FIRST)
+    room = max(OF_EACH, MAX_OTHERS // max(1, len(groups)))
     for name, rows in groups:
         if lightning and name in FOLDED and not everything:
             yield printable(name), _bookkeeping(name, rows)
             continue
-        if not everything:
-            rows = [row for row in rows if row.name not in around and not row.name.startswith(inside)]
-        most = len(rows) if everything else MAX_OTHERS
+        most = MAX_OTHERS if name in FIRST else room
+        most = len(rows) if everything or len(rows) == most + 1 else most
         yield from ((printable(row.name), value_in_words(row)) for row in rows[:most])
         if len(rows) > most:
             yield f"{printable(name)}.…", f"{len(rows) - most:,} more (-v)"
