@@ -19,7 +19,7 @@ help:  ## this list
 demo: $(INSTALLED)  ## train on two ranks, strip the prefix, evaluate in one process
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED)  ## the test suite, about nine minutes on two cores
+test: $(INSTALLED)  ## the test suite, about eight minutes on two cores
 	$(PYTEST) -n 3 -m 'not long and not lint'
 
 long: $(INSTALLED)  ## the tests that take longest: whole runs, hangs, two machines, replays, more random examples
@@ -35,11 +35,11 @@ drill: $(INSTALLED)  ## runs killed in many ways, compared with undisturbed ones
 gpu: $(INSTALLED)  ## what only a GPU can show, and the loop beside a bare one; writes docs/gpu.md
 	$(BIN)/python -m tests.gpu
 
-lint: $(INSTALLED)  ## ruff and mypy --strict, of the pages' code too
+lint: $(INSTALLED)  ## ruff, mypy --strict, who imports whom, and pages that are made of the program
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n 0 -m lint tests/test_docs.py
+	$(PYTEST) -n 0 -m lint $$(grep -rl 'mark\.lint' tests --include='test_*.py')
 
 docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stale
 	$(BIN)/python -m tests.cli.test_reference

@@ -15,6 +15,8 @@ import pytest
 from tests.support.generated_page import generated, regenerate
 from tests.support.running import ROOT
 
+pytestmark = pytest.mark.lint
+
 PACKAGE = ROOT / "ckpttool"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TRAINER = ROOT / "train"

@@ -133,10 +133,12 @@ def write(page: Path = PAGE) -> None:
     regenerate(page, BEGIN, END, reference())
 
 
+@pytest.mark.lint
 def test_the_reference_says_what_the_program_says() -> None:
     assert generated(PAGE, BEGIN, END) == reference(), "docs/cli.md is stale: run `make docs` and commit it"
 
 
+@pytest.mark.lint
 def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "cli.md").write_text(f"mine\n{BEGIN}stale words\n{END}\nmine too\n", encoding="utf-8")
     write(tmp_path / "cli.md")

@@ -99,6 +99,7 @@ def table(folder: Path) -> str:
     return "\n".join(rows) + "\n"
 
 
+@pytest.mark.lint
 def test_the_table_on_the_page_is_what_the_conversions_do(tmp_path: Path) -> None:
     assert generated(PAGE, BEGIN, END) == table(tmp_path), "docs/formats.md is stale: run `make docs`"
 
