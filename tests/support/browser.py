@@ -42,7 +42,7 @@ class Shown:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: self.complaints.append(f"dialog {dialog.message}"))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(page if isinstance(page, str) else page.as_uri())
+        self.page.goto(page if isinstance(page, str) else page.resolve().as_uri())
         self.page.wait_for_selector("h1")
 
     def __enter__(self) -> Shown:
