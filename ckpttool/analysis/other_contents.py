@@ -15,7 +15,16 @@ from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
 from ..inert_pickle.known_names import UNDERSTOOD
 from ..inert_pickle.numpy_values import scalar_of
-from ..inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, container_name, in_brief, tensor_of
+from ..inert_pickle.values import (
+    MAX_DEPTH,
+    Global,
+    OrderedDict_,
+    Record,
+    container_name,
+    in_brief,
+    tensor_of,
+    walk,
+)
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef
 
@@ -212,9 +221,9 @@ def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
     nbytes = 0
     for kept in state.values():
         for key, item in kept.items() if isinstance(kept, dict) else ():
-            tensor = tensor_of(item)
             entries[str(key)] = None
-            nbytes += tensor.nbytes if tensor is not None else 0
+            held = map(tensor_of, walk(item) if isinstance(item, list | tuple | dict) else [item])
+            nbytes += sum(tensor.nbytes for tensor in held if tensor is not None)
     pairs = ([pair for pair in group.items() if pair[0] not in PARAMETERS] for group in groups)
     settings = tuple({str(key): item for key, item in rest if _is_plain(item)} for rest in pairs)
     sizes = tuple(len(_values(group.get("params"))) for group in groups)

@@ -105,6 +105,14 @@ def test_other_entries_of_the_state_are_listed_without_module_versions(summary: 
     assert [row.name for row in summary({"model": state}).other] == ["model._extra_state"]
 
 
+def test_an_optimizers_lists_of_matrices_are_its_bytes(summary: Any) -> None:
+    """As SOAP and Shampoo keep them."""
+    kept = {"GG": [torch.ones(3, 3), None, {"x": (torch.ones(2),)}], "step": 1}
+    optimizer = {"state": {0: kept}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    found = summary({"model": {"w": ONE}, "optimizer": optimizer})
+    assert (found.optimizers[0].nbytes, found.other_tensors) == (4 * (9 + 2), ())
+
+
 def test_optimizer_settings_are_listed(summary: Any) -> None:
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
