@@ -55,7 +55,7 @@ def rename_keys(
     (target, *copies), rules = with_copies(checkpoint, state), list(rules)
     renaming = rename_names(_keys(target), rules)
     if not renaming.renamed:
-        raise NothingToDo(f"{checkpoint.path}: no key would change", hint=_first_key(target))
+        raise NothingToDo(f"{checkpoint.path}: no key would change", hint=first_key(target.container))
     return _apply(checkpoint, target, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
 
 
@@ -99,7 +99,7 @@ def strip_prefix(
     target, doomed = checkpoint.state(state), set(drop)
     if absent := sorted(doomed - target.container.keys()):
         what = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
-        raise NothingToDo(what, hint=_first_key(target))
+        raise NothingToDo(what, hint=first_key(target.container))
 
     def stripped(carrier: State) -> Renaming:
         names = [name for name in _keys(carrier) if name not in doomed]
@@ -165,10 +165,6 @@ def _keys(state: State) -> list[str]:
     return [key for key in state.container if isinstance(key, str)]
 
 
-def _first_key(state: State) -> str:
-    return first_key(state.container)
-
-
 def _others(checkpoint: Checkpoint, state: State) -> list[State]:
     """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
     states: dict[int, State] = {}
@@ -190,7 +186,7 @@ def with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
 
 def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[State]) -> NothingToDo:
     where, keys = f" of '{state.where}'" if state.where else "", _keys(state)
-    hint = _first_key(state)
+    hint = first_key(state.container)
     if carriers:
         hint = f"those of '{carriers[0].where}' do: --state {shlex.quote(carriers[0].where)}"
     elif best := next((p for p in found_prefixes(keys, state.versions) if p.prefix != prefix), None):
@@ -224,7 +220,7 @@ def _apply(
     def change(value: object) -> object:
         if id(value) in states:
             return _rename_state(*states[id(value)], wrappers or {})
-        if isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=False):
+        if is_optimizer(value) and owners.follows(value, numbers=False):
             prefix = owners.prefix(value)
             whole = {prefix + old: prefix + new for old, new in names.items()}
             return rename_parameters(value, _as_listed(value, whole))
