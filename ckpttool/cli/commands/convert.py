@@ -143,8 +143,8 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
 
 def _whole_optimizers(checkpoint: Checkpoint) -> list[str]:
     return [
-        f"{where} is kept whole, also what it has of parameters that are left out: "
-        f"leave it out by --drop {shlex.quote(where)}, or all but the model first: ckpttool slim"
+        f"{where} is kept whole, with what it has of parameters that were left out: "
+        f"--drop {shlex.quote(where)} leaves it out, and ckpttool slim all but the model"
         for where, _ in checkpoint.optimizers()
     ]
 
