@@ -92,11 +92,16 @@ class Owners:
         return parts + [s for s in self._all if not any(_is_one(s, each) for each in self.changed)]
 
     def _ambiguous(self, optimizer: object, mine: State, other: State) -> Refused:
-        where = next((where for where, value in self.checkpoint.optimizers() if value is optimizer), "")
+        where = place_of(self.checkpoint, optimizer)
         what = f"its optimizer '{where[:80]}' may be of '{mine.where[:80]}' or of '{other.where[:80]}'"
         drop = f"ckpttool convert {shlex.quote(self.checkpoint.path)} OUT --drop {shlex.quote(where)}"
         why = "which both have its names and shapes, and only the first changes"
         return Refused(self.checkpoint.path, f"{what}, {why}", hint=f"leave it out first: {drop}")
+
+
+def place_of(checkpoint: Checkpoint, optimizer: object) -> str:
+    """Return the dotted path of an optimizer in its file."""
+    return next((where for where, value in checkpoint.optimizers() if value is optimizer), "")
 
 
 def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
