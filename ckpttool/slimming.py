@@ -221,7 +221,7 @@ def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str]) -> S
     size, links = file.facts.st_size, (*file.names[1:], *file.symlinks)
     stays = partial(Slimmed, file.names[0], links, size, size)
     if more := file.facts.st_nlink - len(file.names):
-        why = why or f"has {more} more name{'s' * (more > 1)} outside of this folder"
+        why = why or f"has {counted(more, 'more name')} outside of this folder"
     if why:
         return stays(why=why)
     try:

@@ -160,7 +160,7 @@ def test_both_halves_write_the_same_bytes(tmp_path: Path) -> None:
     assert os.stat(tmp_path / "windows" / "run" / "step-1.pt").st_mtime_ns == 10**17
 
 
-@pytest.mark.skipif(system.IS_POSIX, reason="the test above runs them here too, and compares bytes")
+@pytest.mark.skipif(system.IS_POSIX, reason="`make long` runs the test above here, which compares bytes too")
 def test_all_commands_end_as_they_should_on_windows(tmp_path: Path) -> None:
     (inputs := tmp_path / "inputs").mkdir()
     write_inputs(inputs)

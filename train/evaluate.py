@@ -42,6 +42,7 @@ from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
+from ckpttool.words import counted
 from train.config.command_line import without
 from train.config.flags import Parser, add_flags
 from train.config.shared import DataConfig, RanksConfig, check_shared, count, flag
@@ -299,8 +300,7 @@ def as_lines(job: Job, scores: Scores) -> str:
     """Return the result as one line of each test set."""
     from train.trainer.progress import in_words
 
-    size = job.place.world_size
-    on = f", on {size} rank{'s' * (size != 1)}"
+    on = f", on {counted(job.place.world_size, 'rank')}"
     lines = (f"{name or job.config.checkpoint}: {in_words(score)}{on}" for name, score in scores.items())
     return "\n".join(console.folded(line, sys.stdout) for line in lines)
 

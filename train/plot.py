@@ -25,6 +25,7 @@ from ckpttool.analysis import run_log
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault, install
 from ckpttool.files.commit import replacing
 from ckpttool.files.failures import naming
+from ckpttool.words import counted
 from train import console
 from train.config.flags import Parser
 from train.launch import program
@@ -88,7 +89,7 @@ def draw(arguments: Sequence[str]) -> None:
         raise UsageFault("train/plot.py needs matplotlib, which is not installed", hint=install("plots"))
     runs = run_log.read_runs(given.runs)
     write(picture(runs), given.out)
-    console.say(f"drew {len(runs)} run{'s' * (len(runs) != 1)} -> {given.out}")
+    console.say(f"drew {counted(len(runs), 'run')} -> {given.out}")
 
 
 def check_output(path: str, *, force: bool) -> None:

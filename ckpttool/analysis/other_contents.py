@@ -27,6 +27,7 @@ from ..inert_pickle.values import (
 )
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef
+from ..words import counted
 
 MAX_ITEMS = 16  # The most plain values that a list shows
 
@@ -197,7 +198,7 @@ def training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedul
         below: list[tuple[str, object]] = []
         for name, value in level:
             scheduler = describe_scheduler(name, value)
-            if isinstance(value, dict) and is_optimizer(value):
+            if is_optimizer(value):
                 optimizers.append(describe_optimizer(name, value))
             elif scheduler is not None:
                 schedulers.append(scheduler)
@@ -277,7 +278,7 @@ def groups_in_words(row: OptimizerRow) -> Iterator[str]:
     for number, (settings, size) in enumerate(zip(row.settings, row.groups, strict=True)):
         own = {key: value for key, value in settings.items() if key not in shared and key != "rule"}
         rule = settings.get("rule") or f"group {number}"
-        yield "; ".join([f"{rule}: {size} parameter{'s' * (size != 1)}", *in_words(own)])
+        yield "; ".join([f"{rule}: {counted(size, 'parameter')}", *in_words(own)])
 
 
 def in_words(settings: Mapping[str, object]) -> Iterator[str]:

@@ -165,15 +165,14 @@ def verify(
             infinite = "of its values are NaN or infinite"
             problems += [Problem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()]
         compared = hint = None
-        here: tuple[str, ...] = ()
-        there: tuple[str, ...] = ()
+        keyed: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         if against is not None:
             other = stack.enter_context(opened(against))
             compared, comparison, hint = _compare(checkpoint, other, state, progress)
             problems += _differences(comparison)
-            here, there = comparison.text_keys_a, comparison.text_keys_b
-    said = tuple(problems), dict(read.free), compared, hint, here, there
-    return Verified(read.checked, read.unsummed, non_finite, *said)
+            keyed = comparison.text_keys_a, comparison.text_keys_b
+    said = tuple(problems), dict(read.free), compared, hint
+    return Verified(read.checked, read.unsummed, non_finite, *said, *keyed)
 
 
 def _code(checkpoint: Checkpoint, strays: list[Problem]) -> list[Problem]:

@@ -256,9 +256,8 @@ def _entries(container: Mapping[object, object], added: set[str]) -> Iterator[tu
 
 def zero(like: Storage) -> TensorRef:
     """Return an int64 scalar of 0 in its own storage, with the file and device of another storage."""
-    data = Computed(like.data.path, 8, lambda start, count: iter([memoryview(bytes(count))]))
-    storage = Storage(data, "LongStorage", like.location, byteorder=like.byteorder)
-    return TensorRef.contiguous(storage, DTYPES["int64"], ())
+    where = {"location": like.location, "byteorder": like.byteorder}
+    return TensorRef.of_bytes(Computed.in_memory(like.data.path, bytes(8)), DTYPES["int64"], (), **where)
 
 
 def _text(metadata: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:

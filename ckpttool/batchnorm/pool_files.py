@@ -221,10 +221,7 @@ def _tensor(
             )
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
-    raw_bytes = memoryview(raw.tobytes())
-    data = Computed(
-        old.storage.data.path, len(raw_bytes), lambda start, count: iter([raw_bytes[start : start + count]])
-    )
+    data = Computed.in_memory(old.storage.data.path, raw.tobytes())
     storage = replace(old.storage, data=data, crc32=None, digest=None, origins=origins)
     return replace(TensorRef.contiguous(storage, old.dtype, old.shape), requires_grad=old.requires_grad)
 

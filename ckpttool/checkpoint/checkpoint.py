@@ -19,7 +19,7 @@ from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import SpecialTensor, index_fault
 from .state import State, StateSearch, in_part
-from .states import is_offered
+from .states import is_offered, is_optimizer
 
 # The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
 # header that has metadata but not this entry.
@@ -146,6 +146,10 @@ class Checkpoint:
             Unsupported: the dotted paths together would fill the memory.
         """
         return self._search.named(inside)
+
+    def optimizers(self) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """Yield the state dict of each optimizer, nested or flat, with its dotted path; as `named` does."""
+        return ((dotted(path), value) for path, value in self.named(contents) if is_optimizer(value))
 
     def states(self) -> list[Path]:
         """Return the paths of everything that could be a model's state, the likeliest first."""

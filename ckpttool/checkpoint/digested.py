@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..errors import Refused
 from ..tensors.dtypes import DTYPES
-from ..tensors.ref import Computed, Storage, TensorRef
+from ..tensors.ref import Computed, TensorRef
 from .special_tensors import SpecialTensor, require_plain
 from .state import State
 
@@ -31,6 +31,5 @@ def with_parts(path: str, state: State) -> dict[str, TensorRef]:
 def _parts(path: str, like: SpecialTensor) -> Iterator[tuple[str, TensorRef]]:
     """Yield the parts of a tensor by name, and under an empty name its description as UTF-8."""
     text = str(like).encode()
-    data = Computed(path, len(text), lambda start, nbytes: iter((memoryview(text)[start : start + nbytes],)))
-    yield "", TensorRef.contiguous(Storage(data, "ByteStorage"), DTYPES["uint8"], (len(text),))
+    yield "", TensorRef.of_bytes(Computed.in_memory(path, text), DTYPES["uint8"], (len(text),))
     yield from like.parts.items()

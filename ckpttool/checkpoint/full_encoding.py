@@ -179,7 +179,7 @@ class _Encoder:
         if _layout(value) != _layout(whole):
             options["view"] = [value.dtype.name, value.offset, value.shape, value.stride]
         options |= {flag: True for flag in ("requires_grad", "conj", "neg") if getattr(value, flag)}
-        if value.storage.location != "cpu" or value.storage.kind != usual_kind(owner.dtype):
+        if value.storage.location != "cpu" or value.storage.kind != owner.dtype.kind:
             options["storage"] = [value.storage.kind, _text(value.storage.location)]
         return ["tensor", name, options] if options else ["tensor", name]
 
@@ -241,8 +241,3 @@ def _leaf(value: object, path: tuple[str, ...]) -> object:
 
 def _base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
-
-
-def usual_kind(dtype: DType) -> str:
-    """Return the storage class under which torch pickles tensors of an element type."""
-    return dtype.storage or "UntypedStorage"

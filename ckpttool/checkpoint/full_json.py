@@ -21,7 +21,7 @@ from ..inert_pickle.values import FROM_TYPE, FrozenSet_, Global, OrderedDict_, R
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import DEVICE, BadTensor, Storage, TensorRef, checked_tensor
 from .dotted_names import TooManyNames
-from .full_encoding import VERSION, Flat, Unholdable, encode, usual_kind
+from .full_encoding import VERSION, Flat, Unholdable, encode
 from .rebuilt_tensors import PLAIN, rebuilds, require_sound
 
 # The name of the text in a file of `--full`: in a header's metadata, in an index, or in a DCP folder.
@@ -178,7 +178,7 @@ class _Decoder:
     def storage(self, name: str, kind: str | None = None, location: Any = "cpu") -> Storage:
         if name not in self.storages:
             base, where = self.tensors[name], self.text(location)
-            kind = kind or usual_kind(base.dtype)
+            kind = kind or base.dtype.kind
             if not DEVICE.fullmatch(where):
                 raise BadJson(f"has a storage on no device for '{name}'")
             itemsize = STORAGE_DTYPES[kind].itemsize if kind != "UntypedStorage" else 1

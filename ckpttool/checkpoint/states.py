@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from itertools import islice
+from typing import Any, TypeGuard
 
 from ..inert_pickle.values import Record
 from ..tensors.ref import TensorRef
@@ -61,14 +62,14 @@ def all_tensors(values: Iterable[object]) -> bool:
     return {*map(type, values)} == {TensorRef}
 
 
-def is_optimizer(value: object) -> bool:
+def is_optimizer(value: object) -> TypeGuard[dict[Any, Any]]:
     """Return whether a value is an optimizer's state dict, nested or flat (see `as_nested`)."""
     return isinstance(value, dict) and (("param_groups" in value and "state" in value) or is_flat(value))
 
 
 def is_numbered(value: object) -> bool:
     """Return whether a value is an optimizer's state dict that knows its parameters by numbers alone."""
-    groups = value.get("param_groups") if isinstance(value, dict) and is_optimizer(value) else None
+    groups = value.get("param_groups") if is_optimizer(value) else None
     params = [group.get("params") for group in groups or () if isinstance(group, dict)]
     return any(isinstance(each, int) for listed in params if isinstance(listed, list) for each in listed)
 

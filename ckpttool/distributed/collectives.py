@@ -314,11 +314,12 @@ def digest_each(values: Mapping[str, Any]) -> dict[str, bytes]:
 def digest(value: Any) -> bytes:
     """Return the SHA-256 of a tensor's or an array's dtype, shape and bytes, or of another value's `repr`.
 
-    That of a tensor or an array leaves out most of its values, so in a container its digest stands for it.
+    The `repr` of a tensor or an array leaves out most of its values: in a container its digest stands for it.
 
     Raises:
         TypeError: a tensor is sparse, quantized or on the meta device.
     """
+    # torch may be installed without numpy; where that was not imported, nobody has an array.
     array: Any = sys.modules["numpy"].ndarray if "numpy" in sys.modules else torch.Tensor
     if isinstance(value, torch.Tensor):
         data = transport.as_bytes(value).cpu()

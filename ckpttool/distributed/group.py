@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckFailed, RanksDiffer, UsageFault
+from ..words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,7 @@ def find_place(backend: str = "auto") -> Place:
         return Place(given_rank(), given_world_size(), "gloo", torch.device("cpu"))
     if gpus < wanted:
         raise UsageFault(
-            f"{backend}: {wanted} rank{'s' * (wanted != 1)} on this machine, which has {gpus} usable "
-            f"GPU{'s' * (gpus != 1)}",
+            f"{backend}: {counted(wanted, 'rank')} on this machine, which has {counted(gpus, 'usable GPU')}",
             hint="start fewer ranks, or use gloo (--backend gloo)",
         )
     return Place(given_rank(), given_world_size(), backend, torch.device("cuda", local_rank))

@@ -20,6 +20,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageFault
+from ..words import counted
 from .lazy_order import InOrder, Permuted
 from .shuffle import shuffled
 
@@ -250,8 +251,7 @@ def _check_weights(
         reason = f"{given}: {called('sampler')} {plan.sampler} gives each rank the same number of samples"
         raise UsageFault(reason, hint=f"leave out {called(field)} or {called('sampler')}")
     if len(weights) != world_size:
-        numbers, ranks = f"{len(weights)} number{'s' * (len(weights) != 1)}", f"{world_size} rank"
-        reason = f"{given}: {numbers} for {ranks}{'s' * (world_size != 1)}"
+        reason = f"{given}: {counted(len(weights), 'number')} for {counted(world_size, 'rank')}"
         raise UsageFault(reason, hint="give one number for each rank, or start as many ranks as numbers")
     if min(weights) < 1:
         reason = f"{given}: gives rank {weights.index(min(weights))} nothing"

@@ -300,13 +300,10 @@ def _tensor(
 ) -> TensorRef:
     if info.kind in PLAIN:
         dtype = DTYPES[PLAIN[info.kind]]
-        return TensorRef.contiguous(
-            Storage(data, dtype.storage or "UntypedStorage", byteorder=byteorder), dtype, info.shape
-        )
+        return TensorRef.of_bytes(data, dtype, info.shape, byteorder=byteorder)
     dtype = DTYPES["float32"]
     values = partial(fill, data, name, info.kind, byteorder)
     made = Computed.filling(data.path, math.prod(info.shape) * dtype.itemsize, values)
     ask = asked.setdefault(info.kind, partial(require, data.path, name, info.kind, byteorder))
     made = replace(made, require=ask)
-    raw = Storage(data, "UntypedStorage")
-    return TensorRef.contiguous(Storage(made, dtype.storage or "", origins=(raw,)), dtype, info.shape)
+    return TensorRef.of_bytes(made, dtype, info.shape, Storage(data, "UntypedStorage"))

@@ -175,8 +175,7 @@ def _tensor(cursor: Cursor, name: str, array: Array, dtype: DType, whole: Storag
     if cursor.left != (nbytes := numel * dtype.itemsize):
         what = f"its '{name[:80]}' should have {nbytes} bytes by its shape, has {cursor.left}"
         raise Damaged(cursor.source.path, what)
-    kind = dtype.storage or "UntypedStorage"
-    data = Storage(cursor.place(nbytes), kind, byteorder=array.byteorder, origins=(whole,))
+    data = Storage(cursor.place(nbytes), dtype.kind, byteorder=array.byteorder, origins=(whole,))
     stride = contiguous_stride(array.shape)
     if array.is_fortran:
         stride = contiguous_stride(array.shape[::-1])[::-1]

@@ -220,11 +220,10 @@ def _open(model: Source, name: str, path: str) -> Source:
 
 def _tensor(tensor: Tensor, files: dict[str, Source]) -> TensorRef:
     dtype, shape = DTYPES[TYPES[tensor.kind]], tuple(tensor.shape)
-    kind = dtype.storage or "UntypedStorage"
     data = _data(tensor, dtype, 0 if 0 in shape else math.prod(shape), files)
     origins = (Storage(data.origin, "UntypedStorage"),) if isinstance(data, _Coded) else ()
     stored = data.computed() if isinstance(data, _Coded) else data
-    return TensorRef.contiguous(Storage(stored, kind, origins=origins), dtype, shape)
+    return TensorRef.of_bytes(stored, dtype, shape, *origins)
 
 
 def _data(tensor: Tensor, dtype: DType, numel: int, files: dict[str, Source]) -> ByteRange | _Coded:

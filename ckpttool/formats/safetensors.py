@@ -171,9 +171,8 @@ def _form(source: Source, name: str, type_name: str, shape: Shape) -> tuple[DTyp
     if len(shape) > MAX_AXES:
         reason = f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
         raise Unsupported(source.path, reason)
-    kind = dtype.storage or "UntypedStorage"
-    like = TensorRef.contiguous(Storage(ByteRange(source, 0, 0), kind), dtype, shape)
-    return dtype, shape, like.stride, like.nbytes, kind
+    like = TensorRef.of_bytes(ByteRange(source, 0, 0), dtype, shape)
+    return dtype, shape, like.stride, like.nbytes, dtype.kind
 
 
 def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..tensors.dtypes import DTYPES
@@ -82,10 +82,7 @@ class Array:
         if self.element.order == ">":
             swap(raw, dtype.part)
 
-        def make(start: int, nbytes: int) -> Iterator[memoryview]:
-            yield memoryview(raw)[start : start + nbytes]
-
-        storage = Storage(Computed(path, len(raw), make), dtype.storage or "UntypedStorage")
+        storage = Storage(Computed.in_memory(path, raw), dtype.kind)
         return TensorRef(storage, dtype, self.shape, self._stride())
 
     def nested(self, convert: Callable[[object], object]) -> object:

@@ -21,7 +21,7 @@ from ..files.copying import Output
 from ..files.digest import digest
 from ..formats import safetensors
 from ..tensors.dtypes import DTYPES
-from ..tensors.ref import Computed, Storage, TensorRef
+from ..tensors.ref import Computed, TensorRef
 from ..tensors.values import require_bounded, stream
 
 if TYPE_CHECKING:
@@ -124,13 +124,8 @@ def read(path: str | os.PathLike[str]) -> RankFile:
 def _as_tensor(path: str, values: NDArray[Any], dtype: str) -> TensorRef:
     import numpy as np
 
-    data = memoryview(values.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-    known = DTYPES[dtype]
-    storage = Storage(
-        Computed(path, len(data), lambda start, count: iter([data[start : start + count]])),
-        str(known.storage),
-    )
-    return TensorRef.contiguous(storage, known, values.shape)
+    raw = values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+    return TensorRef.of_bytes(Computed.in_memory(path, raw), DTYPES[dtype], values.shape)
 
 
 def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..analysis.run_log import LOG, Points, panels, read_runs, title
 from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
 from ..files.failures import reason
-from ..words import printable
+from ..words import counted, printable
 
 if TYPE_CHECKING:
     from ..metrics.predictions import RankFile
@@ -135,7 +135,7 @@ def _recomputed(paths: Sequence[str], stated: dict[str, Any]) -> dict[str, Any]:
     if names:
         said = f"does not hold: the prediction files give another {', '.join(names)}"
         return {"certificate": [False, said]}
-    count = f"{again.samples:,} samples of {again.ranks} rank{'s' * (again.ranks != 1)}"
+    count = f"{again.samples:,} samples of {counted(again.ranks, 'rank')}"
     said = f"holds: recomputed from the prediction files, {count}, each sample once"
     return {"certificate": [True, said], "confusion": _confusion(files, again.classes)}
 

@@ -127,8 +127,7 @@ class Caster:
 
         nbytes = count * self.to.itemsize
         data = Computed(old.data.path, nbytes, make, view, is_divisible=True, stretches=stretches)
-        kind = self.to.storage or "UntypedStorage"
-        return Storage(data, kind, old.location, byteorder=old.byteorder, origins=(old,))
+        return Storage(data, self.to.kind, old.location, byteorder=old.byteorder, origins=(old,))
 
     def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
         """Yield the converted elements, each array valid until the next; overflows are noted on the way."""

@@ -18,7 +18,7 @@ from operator import add, lt, sub
 
 from ..errors import RanksDiffer
 from .dtypes import DType
-from .ref import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
+from .ref import MAX_BYTES, BadTensor, Computed, TensorRef, extent
 from .source import ByteRange, Stretch
 from .values import boxed, boxes_of, read_into
 
@@ -54,8 +54,7 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
     joined = _Whole(path, name, dtype.itemsize, shape, parts)
     origins = tuple(tensor.storage for part in parts for tensor in (part.tensor, *part.copies))
     data = Computed.filling(path, math.prod(shape) * dtype.itemsize, joined.fill, joined.stretches)
-    storage = Storage(data, dtype.storage or "UntypedStorage", origins=origins)
-    return TensorRef.contiguous(storage, dtype, shape)
+    return TensorRef.of_bytes(data, dtype, shape, *origins)
 
 
 def _tile(shape: Index, parts: Sequence[Part]) -> bool:

@@ -12,11 +12,14 @@ class DType:
 
     name: str  # torch's, `float32`
     itemsize: int  # bytes per element
-    # The class under which torch pickles it, `FloatStorage`. Types younger than torch 2.0 have none and go as
-    # `UntypedStorage` with their dtype.
-    storage: str | None
+    storage: str | None  # the class that torch has for it, `FloatStorage`; none for types younger than 2.0
     safetensors: str | None  # the name in a safetensors header, `F32`, if that format has the type
     part: int  # bytes of the unit that byte order and sign apply to: half an element for complex types
+
+    @property
+    def kind(self) -> str:
+        """The storage class under which torch pickles tensors of it; an untyped one goes with their dtype."""
+        return self.storage or "UntypedStorage"
 
 
 # The floats that need no scale beside them: what is averaged, added to, scaled and made fp8.

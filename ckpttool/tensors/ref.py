@@ -73,6 +73,11 @@ class Computed:
 
         return cls(path, nbytes, make, None, True, seen, None, stretches, together, observers)
 
+    @classmethod
+    def in_memory(cls, path: str, raw: bytes | bytearray) -> Computed:
+        """Return bytes that are in memory already."""
+        return cls(path, len(raw), lambda start, count: iter((memoryview(raw)[start : start + count],)))
+
     def read(self) -> bytes:
         """Return all bytes."""
         return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
@@ -292,6 +297,20 @@ class TensorRef:
     def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
         """Return a tensor that begins with its storage and lies in row-major order."""
         return cls(storage, dtype, shape, contiguous_stride(shape))
+
+    @classmethod
+    def of_bytes(
+        cls,
+        data: ByteRange | Computed,
+        dtype: DType,
+        shape: tuple[int, ...],
+        *origins: Storage,
+        location: str = "cpu",
+        byteorder: str = "little",
+    ) -> TensorRef:
+        """Return a tensor in row-major order with a storage of its own, whose bytes come from the origins."""
+        storage = Storage(data, dtype.kind, location, byteorder=byteorder, origins=origins)
+        return cls.contiguous(storage, dtype, shape)
 
 
 class BadTensor(ValueError):

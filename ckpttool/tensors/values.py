@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import system
 from ..errors import Damaged, Refused
-from .ref import Computed, Storage, TensorRef
+from .ref import Computed, TensorRef
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,15 +107,20 @@ def stretches(tensor: TensorRef, first: int, count: int) -> Iterator[TensorRef]:
 
 def in_row_major(tensor: TensorRef) -> TensorRef:
     """Return a tensor of the same values in row-major order, little-endian, put there when they are read."""
-    dtype, old = tensor.dtype, tensor.storage
+    width = tensor.dtype.itemsize
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        for part in stretches(tensor, start // dtype.itemsize, nbytes // dtype.itemsize):
+        for part in stretches(tensor, start // width, nbytes // width):
             yield from stream(part)
 
-    data = Computed(old.data.path, tensor.numel * dtype.itemsize, make, is_divisible=True)
-    storage = Storage(data, dtype.storage or "UntypedStorage", old.location, origins=(old,))
-    return TensorRef.contiguous(storage, dtype, tensor.shape)
+    return made_from(tensor, make)
+
+
+def made_from(tensor: TensorRef, make: Callable[[int, int], Iterator[memoryview]]) -> TensorRef:
+    """Return a tensor of this type and shape in row-major order, any stretch of which can be made."""
+    dtype, old = tensor.dtype, tensor.storage
+    data = Computed(old.data.path, tensor.nbytes, make, is_divisible=True)
+    return TensorRef.of_bytes(data, dtype, tensor.shape, old, location=old.location)
 
 
 def boxed(tensor: TensorRef, begin: Iterable[int], shape: Sizes) -> TensorRef:

@@ -189,8 +189,8 @@ class _Averaging:
         if views not in self.storages and (twin := self._twin(inputs)):
             self.storages[views] = self.storages[twin]
         if views not in self.storages:
-            kind, origins = last.dtype.storage or "UntypedStorage", tuple(tensor.storage for tensor in inputs)
             data, old = self.maker.computed(name, inputs, part), last.storage
+            kind, origins = last.dtype.kind, tuple(tensor.storage for tensor in inputs)
             self.storages[views] = Storage(data, kind, old.location, byteorder=old.byteorder, origins=origins)
             self.tied.setdefault(last.view, inputs)
         new = TensorRef.contiguous(self.storages[views], last.dtype, last.shape)

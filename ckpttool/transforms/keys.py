@@ -7,21 +7,20 @@ parameter names inside optimizers.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.dotted_names import follow
-from ..checkpoint.flat_optimizers import is_flat, parameters, renamed
 from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
 from ..words import first_key
+from .optimizer.names import as_listed, rename_parameters
 from .optimizer.owners import Owners
-from .renaming import MAX_LEVELS, PREFIXES, Renaming, add_names, checked, parent, rename_names, strip_names
+from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, strip_names
 from .wrappers import found_prefixes, inner_prefixes
 
 
@@ -55,7 +54,7 @@ def rename_keys(
     (target, *copies), rules = with_copies(checkpoint, state), list(rules)
     renaming = rename_names(_keys(target), rules)
     if not renaming.renamed:
-        raise NothingToDo(f"{checkpoint.path}: no key would change", hint=_first_key(target))
+        raise NothingToDo(f"{checkpoint.path}: no key would change", hint=first_key(target.container))
     return _apply(checkpoint, target, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
 
 
@@ -99,7 +98,7 @@ def strip_prefix(
     target, doomed = checkpoint.state(state), set(drop)
     if absent := sorted(doomed - target.container.keys()):
         what = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
-        raise NothingToDo(what, hint=_first_key(target))
+        raise NothingToDo(what, hint=first_key(target.container))
 
     def stripped(carrier: State) -> Renaming:
         names = [name for name in _keys(carrier) if name not in doomed]
@@ -165,10 +164,6 @@ def _keys(state: State) -> list[str]:
     return [key for key in state.container if isinstance(key, str)]
 
 
-def _first_key(state: State) -> str:
-    return first_key(state.container)
-
-
 def _others(checkpoint: Checkpoint, state: State) -> list[State]:
     """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
     states: dict[int, State] = {}
@@ -190,7 +185,7 @@ def with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
 
 def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[State]) -> NothingToDo:
     where, keys = f" of '{state.where}'" if state.where else "", _keys(state)
-    hint = _first_key(state)
+    hint = first_key(state.container)
     if carriers:
         hint = f"those of '{carriers[0].where}' do: --state {shlex.quote(carriers[0].where)}"
     elif best := next((p for p in found_prefixes(keys, state.versions) if p.prefix != prefix), None):
@@ -224,10 +219,10 @@ def _apply(
     def change(value: object) -> object:
         if id(value) in states:
             return _rename_state(*states[id(value)], wrappers or {})
-        if isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=False):
+        if is_optimizer(value) and owners.follows(value, numbers=False):
             prefix = owners.prefix(value)
             whole = {prefix + old: prefix + new for old, new in names.items()}
-            return rename_parameters(value, _as_listed(value, whole))
+            return rename_parameters(value, as_listed(value, whole))
         return value
 
     also = {other.where: theirs for other, theirs in others}
@@ -271,54 +266,3 @@ def _enclosing(names: Iterable[str]) -> set[str]:
             paths.add(path)
             path = parent(path)
     return paths
-
-
-def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
-    """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
-
-    def new_name(name: Any) -> Any:
-        return names.get(name, name) if isinstance(name, str) else name
-
-    checked(dict.fromkeys(_listed_names(optimizer)), new_name, PREFIXES)
-    if is_flat(optimizer):
-        return renamed(optimizer, names)
-    new = remade(optimizer, optimizer.items())
-    if isinstance(state := optimizer["state"], dict):
-        new["state"] = remade(state, ((new_name(key), value) for key, value in state.items()))
-    if isinstance(groups := optimizer["param_groups"], list):
-        new["param_groups"] = [remade(g, g.items()) if isinstance(g, dict) else g for g in groups]
-    for group, entry in _lists(new):
-        group[entry] = [*map(new_name, group[entry])]
-    return new
-
-
-def _as_listed(optimizer: Any, names: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the names without the state's wrapper, where the optimizer was made of the model inside it."""
-    listed = [*_listed_names(optimizer)]
-    if not listed or listed[0] in names:
-        return names
-    for wrapper in (found.prefix for found in found_prefixes(names)):
-        if all(wrapper + name in names for name in listed):
-            inside = {old: new for old, new in names.items() if old.startswith(wrapper)}
-            return {old.removeprefix(wrapper): new.removeprefix(wrapper) for old, new in inside.items()}
-    return names
-
-
-def _listed_names(optimizer: Any) -> Iterator[str]:
-    listed = parameters(optimizer) if is_flat(optimizer) else _parameters(optimizer)
-    return (name for name in listed if isinstance(name, str))
-
-
-def _parameters(optimizer: Any) -> Iterator[object]:
-    yield from optimizer["state"] if isinstance(optimizer["state"], dict) else ()
-    for group, entry in _lists(optimizer):
-        yield from group[entry]
-
-
-def _lists(optimizer: Any) -> Iterator[tuple[dict[Any, Any], str]]:
-    """Yield the groups of an optimizer with the name of each list of parameters in them."""
-    groups = optimizer["param_groups"]
-    # `params` holds names where the state is keyed by them.
-    for group, entry in product(groups if isinstance(groups, list) else (), ("params", "param_names")):
-        if isinstance(group, dict) and isinstance(group.get(entry), list):
-            yield group, entry

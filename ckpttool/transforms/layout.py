@@ -17,7 +17,7 @@ from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.state import State
 from ..errors import Collision, NothingToDo, UsageFault
 from ..tensors.dtypes import DTYPES, REAL_TYPES
-from ..tensors.ref import MAX_AXES, Computed, Storage, TensorRef
+from ..tensors.ref import MAX_AXES, Computed, TensorRef
 from ..tensors.values import CHUNK, FORMATS, require_bounded, stream, stretches, swap
 from ..words import first_key
 from .selection import replace_state
@@ -86,10 +86,9 @@ def _by_pattern(
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
             changed[key] = change(key, changed.get(key, tensors[key]), sizes)
-    # Many modules, which are needed here alone
-    from .quantization.recognise import CODES_ALONE, require_unpacked
+    from .quantization.recognise import require_unpacked  # many modules, which are needed here alone
 
-    require_unpacked(checkpoint, target, CODES_ALONE, names=changed)
+    require_unpacked(checkpoint, target, names=changed)
     return _with_tensors(checkpoint, target, changed), tuple(changed)
 
 
@@ -280,10 +279,10 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
                 swap(both, width)
             yield memoryview(both)
 
-    data = Computed(path, real.numel * dtype.itemsize, make)
-    kind, origins = dtype.storage or "UntypedStorage", (old, imag.storage)
-    storage = Storage(data, kind, old.location, byteorder=old.byteorder, origins=origins)
-    return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
+    data, origins = Computed(path, real.numel * dtype.itemsize, make), (old, imag.storage)
+    where = {"location": old.location, "byteorder": old.byteorder}
+    whole = TensorRef.of_bytes(data, dtype, real.shape, *origins, **where)
+    return replace(whole, requires_grad=real.requires_grad)
 
 
 def _in_step(*streams: Iterator[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:

@@ -39,15 +39,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-pytestmark = pytest.mark.long
-
-
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
     with Worker() as made:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SEEDS)
 def test_an_honest_file_is_read_and_equal_in_other_libraries(kind: str, worker: Worker) -> None:
     for files in seeds(kind):
@@ -55,6 +53,7 @@ def test_an_honest_file_is_read_and_equal_in_other_libraries(kind: str, worker: 
         assert (outcome.accepted, outcome.wrong, outcome.details) == (True, "", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SEEDS)
 def test_a_changed_file_is_refused_or_read_as_others_read_it(kind: str, worker: Worker) -> None:
     for number in range(5 if kind == "folder of a run" else 15):  # a picture takes a third of a second
@@ -231,6 +230,7 @@ FOUND: dict[str, tuple[str, Callable[[], object], Callable[[str], Files], str]] 
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hole", FOUND)
 def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, break_it, make, wrong = FOUND[hole]
@@ -246,6 +246,7 @@ def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found and wrong in found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "hole", "wrong"),
     [("safetensors", ignore_the_end, "accepted alone"), ("folder of the hub", follow_links, "copies a file")],
@@ -258,6 +259,7 @@ def test_a_hole_is_found_by_chance_too(kind: str, hole: Callable[[], None], wron
         assert any(wrong in judged(worker, files).wrong for files in drawn)
 
 
+@pytest.mark.long
 def test_what_is_found_is_made_smaller() -> None:
     files = {"a": bytes(range(256)), "b": b"needed"}
 

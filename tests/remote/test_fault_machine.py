@@ -49,7 +49,6 @@ def bench() -> Iterator[Benches]:
         yield start
 
 
-@pytest.mark.covered(lambda name: name in (INSPECT, SHARDS))
 @pytest.mark.parametrize("name", [INSPECT, FILE, SHARDS, HUB, BUCKET])
 def test_whatever_an_answer_is_the_output_is_right_or_the_old_one(name: str, bench: Benches) -> None:
     """Some faults of some commands, drawn; `make fault` tries them all."""
@@ -78,7 +77,6 @@ FOUND = {
 """By hole: the scenario, the answer that goes wrong, and what is found."""
 
 
-@pytest.mark.covered(lambda hole: hole == "upload-in-place")
 @pytest.mark.parametrize("hole", HOLES)
 def test_a_hole_is_found_and_nothing_without_one(hole: str, bench: Benches) -> None:
     name, fault, wanted = FOUND[hole]

@@ -50,6 +50,14 @@ def test_the_help_breaks_no_word_and_keeps_to_the_width(monkeypatch, columns):
     assert not any(line.endswith("-") for line in helps)
 
 
+@pytest.mark.parametrize(
+    ("words", "code"), [("--no-such-flag 2>&-", 2), ("--no-such-flag >&- 2>&-", 2), ("--help >&-", 0)]
+)
+def test_a_program_whose_streams_are_closed_ends_as_usual(words, code):
+    command = f"{sys.executable} train/main.py {words}"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=100).returncode == code
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_run_whose_streams_are_closed_trains(tmp_path, closed):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
+from ckpttool.words import counted
 from train.checkpoint import init_from, parts
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
@@ -191,14 +192,15 @@ def _check_same_contents(path: str, then: Contents, data: Data) -> None:
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """Return what the user should know about this resume: its position, and why bits may differ."""
     progress, steps, config = trainer.progress, trainer.feed.steps_per_epoch, trainer.config
-    in_all = ("--epochs", "epoch", progress.epoch), ("--max-steps", "step", progress.global_step)
-    for (flag, unit, done), most in zip(in_all, (config.epochs, config.max_steps), strict=True):
+    ends = (
+        ("--epochs", config.epochs, progress.epoch, "epoch", ""),
+        ("--max-steps", config.max_steps, progress.global_step, "step", ""),
+        ("--stop-early", config.stop_early, progress.since_best, "evaluation", " without a better score"),
+    )
+    for flag, most, done, unit, which in ends:
         if most and done >= most:
-            has = f"{done} {unit}{'s' * (done != 1)}"
+            has = f"{counted(done, unit)}{which}"
             return [f"{path} already has {has}: nothing to do ({flag} N trains longer)"]
-    if config.stop_early and progress.since_best >= config.stop_early:
-        have = f"{progress.since_best} evaluation{'s' * (progress.since_best != 1)} without a better score"
-        return [f"{path} already has {have}: nothing to do (--stop-early N trains longer)"]
     stream = trainer.feed.stream
     of_steps = f" of {steps}" if stream is None else ""
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step}{of_steps}"]

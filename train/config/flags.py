@@ -62,22 +62,19 @@ class Parser(argparse.ArgumentParser):
         """Return the values of the flags; for an unknown flag, raise UsageFault with a suggestion."""
         values, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
-            given = sys.argv[1:] if arguments is None else arguments
             first = next((argument for argument in unknown if argument.startswith("--")), unknown[0])
-            self._refuse(first, [given[place - 2] for place in range(2, len(given)) if given[place] == first])
+            self._refuse(first, sys.argv[1:] if arguments is None else arguments)
         return values
 
-    def _refuse(self, argument: str, before: Sequence[str]) -> NoReturn:
-        """Raise UsageFault; `before` is what stands two words before the argument."""
-        flag = argument.partition("=")[0]
+    def _refuse(self, argument: str, given: Sequence[str]) -> NoReturn:
+        flag, known = argument.partition("=")[0], self._option_string_actions
         if not flag.startswith("--"):
-            known = self._option_string_actions
-            lists = [flag for flag in before if flag in known and "," in str(known[flag].metavar)]
-            hint = (
-                f"{lists[0]} takes {known[lists[0]].metavar}: with commas, without blanks" if lists else None
-            )
-            self.error(f"{argument}: belongs to no flag", hint=hint)
-        meant = closest(flag, [known for known in self._option_string_actions if known.startswith("--")])
+            # The first value of `--mean 0.5 0.4 0.3` belongs to the flag, the second is the argument.
+            before = [name for name, word in zip(given, given[2:], strict=False) if word == argument]
+            lists = [name for name in before if name in known and "," in str(known[name].metavar)]
+            takes = [f"{name} takes {known[name].metavar}: with commas, without blanks" for name in lists]
+            self.error(f"{argument}: belongs to no flag", hint=next(iter(takes), None))
+        meant = closest(flag, [each for each in known if each.startswith("--")])
         help_lists = f"{self.prog} --help lists the flags"
         raise UsageFault(f"{flag}: no such flag", hint=f"did you mean {meant}?" if meant else help_lists)
 

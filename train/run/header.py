@@ -6,6 +6,7 @@ import shutil
 import textwrap
 
 from ckpttool.distributed.plan import Plan, dealt_sizes
+from ckpttool.words import counted
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.packing import Packed
@@ -81,7 +82,7 @@ def shares(plan: Plan, world_size: int) -> str:
 def recipe(config: TrainConfig) -> str:
     """Return the main settings of a run, in brief."""
     plain = TrainConfig()
-    length = f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
+    length = counted(config.epochs, "epoch")
     length += f" or {config.max_steps} steps" * bool(config.max_steps)
     rate = "" if config.lr is None else f" lr {config.lr:g}"
     parts = [length, f"{config.optimizer}{rate}", config.scheduler]

@@ -17,6 +17,7 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.processes import started_by_spawn
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
+from ckpttool.words import counted
 from train import console
 from train.checkpoint import parts
 from train.checkpoint.files import BEST, LAST
@@ -213,7 +214,7 @@ class Report:
     def _say_end(self, ended_by: str) -> None:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
         if count := self.trainer.progress.uncounted:
-            console.say(f"\nskipped {count} step{'s' * (count > 1)} in which nothing counted")
+            console.say(f"\nskipped {counted(count, 'step')} in which nothing counted")
         if skipped := self.trainer.feed.skipped:
             console.say(f"\nleft out {skipped} that can't be read (--skip-damaged)")
         saved = [path for path in (best, last) if os.path.exists(path)]

@@ -142,15 +142,10 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
 
 
 def _whole_optimizers(checkpoint: Checkpoint) -> list[str]:
-    from ...checkpoint.dotted_names import contents, dotted
-    from ...checkpoint.states import is_optimizer
-
-    named = checkpoint.named(contents)
     return [
-        f"{dotted(path)} is kept whole, also what it has of parameters that are left out: "
-        f"leave it out by --drop {shlex.quote(dotted(path))}, or all but the model first: ckpttool slim"
-        for path, value in named
-        if isinstance(value, dict) and is_optimizer(value)
+        f"{where} is kept whole, with what it has of parameters that were left out: "
+        f"--drop {shlex.quote(where)} leaves it out, and ckpttool slim all but the model"
+        for where, _ in checkpoint.optimizers()
     ]
 
 

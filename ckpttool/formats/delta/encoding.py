@@ -20,7 +20,7 @@ from ...files.pieces import MOST_THREADS, Buffers, Progress
 from ...files.spool import Spool
 from ...files.threads import cores, cut, map_pieces
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import Storage, TensorRef
+from ...tensors.ref import TensorRef
 from ...tensors.source import ByteRange
 from ...tensors.values import require_bounded
 from . import compression
@@ -255,8 +255,7 @@ class _Growing:
         """Keep what grew; return it as a flat tensor, with its CRC-32."""
         kind, data = DTYPES[dtype], ByteRange(self.spool.source, self.start, self.grown)
         self.start = self.spool.source.size
-        storage = Storage(data, kind.storage or "UntypedStorage")
-        return TensorRef.contiguous(storage, kind, (data.nbytes // kind.itemsize,)), self.crc32
+        return TensorRef.of_bytes(data, kind, (data.nbytes // kind.itemsize,)), self.crc32
 
     def begin(self) -> None:
         """Forget what grew since the last tensor that was taken."""

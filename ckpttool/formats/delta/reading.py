@@ -11,7 +11,6 @@ from functools import partial
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.checksums import Named
-from ...checkpoint.full_encoding import usual_kind
 from ...errors import Damaged, Refused, Unreadable
 from ...files.open_source import no_such_file
 from ...remote import places
@@ -183,7 +182,7 @@ class _Tensors:
             return entry.over(base.storage)
         origins = (base.storage, *(part.storage for part in parts))
         make = self._xored if entry.kind == XOR else self._patched
-        kind = usual_kind(entry.dtype)
+        kind = entry.dtype.kind
         return entry.over(Storage(make(name, entry, base, parts), kind, crc32=entry.crc32, origins=origins))
 
     def _xored(self, name: str, entry: Entry, base: TensorRef, parts: list[TensorRef]) -> Computed:
@@ -238,7 +237,7 @@ class _Tensors:
 
 def _summed(tensor: TensorRef, entry: Entry) -> Storage:
     """Return a storage that holds the values of a tensor and nothing else, in their order."""
-    old, kind, crc32 = tensor.storage, usual_kind(entry.dtype), entry.base_crc32
+    old, kind, crc32 = tensor.storage, entry.dtype.kind, entry.base_crc32
     if not tensor.is_stretch:
         from .blocks import values_of
 

@@ -169,9 +169,9 @@ class Package:
         if file not in self.storages:
             if not DEVICE.fullmatch(device):
                 raise Damaged(self.source.path, f"has a tensor on '{device[:40]}', which is no device")
-            record, kind = self.record(WEIGHTS + file), dtype.storage or "UntypedStorage"
+            record = self.record(WEIGHTS + file)
             data = self.inflating.data(record)
-            self.storages[file] = Storage(data, kind, device, record.crc32, self.byteorder)
+            self.storages[file] = Storage(data, dtype.kind, device, record.crc32, self.byteorder)
         return self.storages[file]
 
     def checked(self, name: str, *parts: Any) -> TensorRef:

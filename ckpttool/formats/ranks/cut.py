@@ -19,7 +19,7 @@ from ...errors import Refused
 from ...inert_pickle.values import Global, Record, remade, tensor_of, walk
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import Computed, Storage, TensorRef, contiguous_stride
+from ...tensors.ref import Computed, TensorRef, contiguous_stride
 
 TENSOR = "torch.distributed.tensor"
 LAYOUT = "torch.distributed._mesh_layout"
@@ -49,9 +49,9 @@ class Shards:
         view = replace(whole, shape=shape, offset=offset, requires_grad=False)
         if not view.is_stretch:
             return assembled(name, self.path, view.dtype, shape, [Part((0,) * len(shape), view)])
-        kind, old = view.dtype.storage or "UntypedStorage", whole.storage
-        storage = Storage(view.data, kind, old.location, byteorder=old.byteorder, origins=(old,))
-        return TensorRef.contiguous(storage, view.dtype, shape)
+        old = whole.storage
+        where = {"location": old.location, "byteorder": old.byteorder}
+        return TensorRef.of_bytes(view.data, view.dtype, shape, old, **where)
 
     def _new(self, whole: TensorRef, local: TensorRef) -> Record:
         dtype, stride = Global("torch", whole.dtype.name), contiguous_stride(whole.shape)
@@ -76,8 +76,8 @@ class Shards:
 
     def _new_mesh(self, device: str, axis: str | None) -> Record:
         raw = struct.pack(f"<{self.ranks}i", *range(self.ranks))
-        data = Computed(self.path, len(raw), lambda start, n: iter((memoryview(raw)[start : start + n],)))
-        ranks = TensorRef.contiguous(Storage(data, "IntStorage"), DTYPES["int32"], (self.ranks,))
+        data = Computed.in_memory(self.path, raw)
+        ranks = TensorRef.of_bytes(data, DTYPES["int32"], (self.ranks,))
         # torch drops axes of one.
         sizes: dict[str, object] = {"shape": (self.ranks,), "stride": (1,)}
         line = _object(LAYOUT, "_FlatLayout", sizes if self.ranks > 1 else {"shape": (), "stride": ()})

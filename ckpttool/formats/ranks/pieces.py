@@ -29,7 +29,7 @@ from ...files.open_source import allow_open_files
 from ...remote.places import open_source_at, prepare
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
-from ...tensors.ref import BadTensor, Computed, Storage, TensorRef, contiguous_stride, extent
+from ...tensors.ref import BadTensor, Computed, TensorRef, contiguous_stride, extent
 from ...tensors.source import Source
 from ...tensors.values import MAX_EXPANSION
 from ..shards import of_all, reader_of
@@ -196,7 +196,7 @@ def with_gaps(
         require_all(path, missing, world_size, lacking)
 
     data = Computed.filling(path, extent(shape) * dtype.itemsize if 0 not in shape else 0, fill)
-    return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
+    return TensorRef.of_bytes(data, dtype, shape)
 
 
 def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:

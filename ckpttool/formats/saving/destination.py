@@ -11,9 +11,7 @@ from typing import Any
 
 from ... import system
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
-from ...checkpoint.dotted_names import contents, dotted
 from ...checkpoint.state import State
-from ...checkpoint.states import is_optimizer
 from ...errors import OutputExists, UsageFault
 from ...files.commit_folder import unmoved
 from ...inert_pickle.known_names import names_in, names_that_run
@@ -267,8 +265,8 @@ def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, 
     into, out_of = kind == dcp.NAME and not full, checkpoint.format == dcp.NAME
     if into == out_of:
         return ()
-    named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
-    return tuple(name or dcp_tree.TOP for name, value in named if _keeps_numbers(value, int if into else str))
+    of = int if into else str
+    return tuple(name or dcp_tree.TOP for name, value in checkpoint.optimizers() if _keeps_numbers(value, of))
 
 
 def _keeps_numbers(optimizer: Any, kind: type) -> bool:

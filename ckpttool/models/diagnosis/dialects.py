@@ -14,8 +14,6 @@ from functools import cache, partial
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import contents, dotted
-from ...checkpoint.states import is_optimizer
 from ...errors import Ambiguous, CkptToolError, Mismatch, Refused, Unsupported
 from ...formats.reading import opened
 from ...transforms.conforming.conform import Conformed, conform, require_certain
@@ -68,7 +66,7 @@ def _for_optimizers(checkpoint: Checkpoint) -> Iterator[Remedy]:
     message = "the optimizer names no parameters: they are taken in the order of the file's state"
     command = ("optimizer", "--to", "names", "--order", "state")
     yield Remedy("optimizer-names", message, command, lambda c: to_names(c, order="state")[0])
-    found = [dotted(path) for path, value in checkpoint.named(contents) if is_optimizer(value)]
+    found = [where for where, _ in checkpoint.optimizers()]
     if all(found):
         message = f"what an optimizer keeps can't follow the map, and is left out: {shortened((*found,))}"
         flags = [word for name in found for word in ("--drop", name)]

@@ -172,7 +172,7 @@ class Report:
             return  # their order or their shapes are unknown: of a reference, or outside of the model's state
         parameters = {name: places[name].shape or () for name in names}
         for value in walk(self.case.checkpoint.tree):
-            if isinstance(value, dict) and is_optimizer(value):
+            if is_optimizer(value):
                 check = mismatched_order(after.state.tensors, value, parameters)
                 if not check.fits:
                     self._add_order(_described(check), parameters)

@@ -17,11 +17,11 @@ from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DTYPES, DType
-from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.ref import Computed, TensorRef
 from ...tensors.values import same_values
 from ..mapping.applying import apply
 from ..mapping.rules import Rules
-from ..quantization.recognise import CODES_ALONE, require_unpacked
+from ..quantization.recognise import require_unpacked
 from ..selection import replace_state
 from .modules import Module, Place, Places, places_of
 from .numbering import require_order
@@ -139,13 +139,12 @@ def _conformed(
     found = _matched(path, mine, theirs, target.tensors, values, pad_vocab)
     table = rows(found, mine)
     rules = as_rules(found, table)
-    parts = (part for part in walk(checkpoint.tree) if isinstance(part, dict))
-    if found.resized and optimizers and any(map(is_optimizer, parts)):
+    if found.resized and optimizers and any(map(is_optimizer, walk(checkpoint.tree))):
         hint = "write the state alone first: ckpttool slim"
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
     resized = [name for left, _ in found.resized for name in left.names.values()]
-    require_unpacked(checkpoint, target, CODES_ALONE, names=resized)
+    require_unpacked(checkpoint, target, names=resized)
     if optimizers:
         require_order(changed, state, theirs)
     padded = [name for _, right in found.resized for name in right.names.values()]
@@ -382,7 +381,7 @@ def _zeros(path: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
         buffer[:] = bytes(len(buffer))
 
     data = Computed.filling(path, prod(shape) * dtype.itemsize, fill)
-    return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
+    return TensorRef.of_bytes(data, dtype, shape)
 
 
 def _zero(path: str, place: Place) -> TensorRef:

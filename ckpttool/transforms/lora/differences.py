@@ -14,6 +14,7 @@ from ...errors import NothingToDo, Refused
 from ...tensors.dtypes import PLAIN_FLOATS
 from ...tensors.ref import TensorRef
 from ...tensors.values import CHUNK, in_pieces, require_bounded
+from ...words import counted
 from ..keys import stripping
 from .low_rank import Difference
 from .merge import orientations
@@ -102,15 +103,16 @@ class Differences:
 
     def require(self, others: str | None) -> None:
         """Raise NothingToDo where no layer differs, and Refused where others do that nobody spoke of."""
+        count = counted(len(self.others), "tensor")
         if not self.modules:
             what = f"{self.paths[1]}: no layer differs from {self.paths[0]}"
             do = "does" if len(self.others) == 1 else "do"
-            rest = f"; {_tensors(self.others)} {do} that can't be factors" if self.others else ""
+            rest = f"; {count} {do} that can't be factors" if self.others else ""
             raise NothingToDo(what + rest, hint=self.compare)
         if self.others and others is None:
             names = ", ".join(f"'{name}'" for name in self.others[:3]) + (", …" if self.others[3:] else "")
             differ = "differs" if len(self.others) == 1 else "differ"
-            what = f"{_tensors(self.others)} {differ} from {self.paths[0]} and can't be factors: {names}"
+            what = f"{count} {differ} from {self.paths[0]} and can't be factors: {names}"
             hint = "--others save puts them into the adapter whole, --others drop leaves them out"
             raise Refused(self.paths[1], what, hint=hint)
 
@@ -154,10 +156,6 @@ class Differences:
             settings["ensure_weight_tying"] = True
         patterns = _patterns(rank, ranks)
         return settings | {"rank_pattern": patterns, "alpha_pattern": patterns}
-
-
-def _tensors(names: list[str]) -> str:
-    return f"{len(names)} tensor{'s' * (len(names) != 1)}"
 
 
 def _patterns(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:

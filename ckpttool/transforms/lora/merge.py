@@ -23,7 +23,7 @@ from ...errors import Damaged, NothingToDo, Refused, Unsupported
 from ...inert_pickle.values import remade
 from ...tensors.cast import Caster, CastReport, Overflows, reader
 from ...tensors.dtypes import PLAIN_FLOATS, DType
-from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.ref import Computed, TensorRef
 from ...tensors.values import CHUNK
 from ..mean import in_float64, nearest
 from ..selection import replace_state
@@ -305,7 +305,5 @@ def updated(path: str, weight: TensorRef, update: Update, to: DType, report: Cas
             yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
 
     data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
-    origins = (weight.storage, update.a.storage, update.b.storage)
-    kind = to.storage or "UntypedStorage"
-    storage = Storage(data, kind, weight.storage.location, origins=origins)
-    return TensorRef.contiguous(storage, to, weight.shape)
+    origins = weight.storage, update.a.storage, update.b.storage
+    return TensorRef.of_bytes(data, to, weight.shape, *origins, location=weight.storage.location)

@@ -18,7 +18,7 @@ from ...inert_pickle.values import Record, attributes_in
 from ...tensors.cast import Overflows
 from ..keys import with_copies
 from ..optimizer.owners import Owners
-from ..quantization.recognise import CODES_ALONE, require_unpacked
+from ..quantization.recognise import require_unpacked
 from ..wrappers import found_prefixes
 from .builtin import rules_of
 from .optimizers import followed
@@ -93,7 +93,7 @@ def apply(
     def change(value: object) -> object:
         if id(value) in new:
             return new[id(value)]
-        if optimizers and isinstance(value, dict) and is_optimizer(value):
+        if optimizers and is_optimizer(value):
             is_own = owners.follows(value, numbers=not mappings[0].only_renames)
             return followed(checkpoint, value, mappings[0], state) if is_own else value
         return value
@@ -102,7 +102,7 @@ def apply(
     also = tuple(copy.state.where for copy in copies)
     changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
     for each in mappings:
-        require_unpacked(checkpoint, each.state, CODES_ALONE, names=each.made_anew)
+        require_unpacked(checkpoint, each.state, names=each.made_anew)
     casting = Overflows(reports=[report for each in mappings for report in each.reports])
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
 

@@ -18,13 +18,13 @@ from ...errors import Refused
 from ...inert_pickle.values import in_brief, remade
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
+from ..optimizer.owners import place_of
 from ..optimizer.parameters import ParameterSource
 from ..optimizer.slots import BadOptimizer, Slot, Undecided, entry_of, slots
 from .matching import Move
 from .state_mapping import StateMapping
 
 Entry = dict[Any, Any]
-WAY_OUT = "leave it out: --drop optimizer"
 
 
 class Kept(NamedTuple):
@@ -43,17 +43,22 @@ def followed(
     """
     old = as_nested(optimizer)
     try:
-        named = _named(checkpoint, slots(old), mapping, state)
+        named = _named(checkpoint, optimizer, slots(old), mapping, state)
         if named is None:
             return optimizer
         new = _Following(old, mapping, named).optimizer()
     except BadOptimizer as fault:
-        raise Refused(checkpoint.path, f"its optimizer {fault}", hint=fault.hint or WAY_OUT) from None
+        hint = fault.hint or _leaving_out(checkpoint, optimizer)
+        raise Refused(checkpoint.path, f"its optimizer {fault}", hint=hint) from None
     return flattened(new) if is_flat(optimizer) else new
 
 
 def _named(
-    checkpoint: Checkpoint, groups: list[list[Slot]], mapping: StateMapping, state: str | None
+    checkpoint: Checkpoint,
+    optimizer: Entry,
+    groups: list[list[Slot]],
+    mapping: StateMapping,
+    state: str | None,
 ) -> list[list[Slot]] | None:
     """Return the slots with their names; None where numbers say all, as the rules rename and no more."""
     try:
@@ -62,18 +67,23 @@ def _named(
         if mapping.only_renames:
             return None
         if isinstance(fault, Undecided):
-            fault.hint = _naming(checkpoint, groups, state)
+            fault.hint = _naming(checkpoint, optimizer, groups, state)
         raise
 
 
-def _naming(checkpoint: Checkpoint, groups: list[list[Slot]], state: str | None) -> str:
+def _leaving_out(checkpoint: Checkpoint, optimizer: Entry) -> str:
+    return f"leave it out: --drop {shlex.quote(place_of(checkpoint, optimizer))}"
+
+
+def _naming(checkpoint: Checkpoint, optimizer: Entry, groups: list[list[Slot]], state: str | None) -> str:
     """Return the command that names the parameters, in the state's order if that fits."""
     where, order = [] if state is None else ["--state", state], ["--order", "state"]
     try:
         ParameterSource(checkpoint, None, state, "state").named(groups, needed=True)
         first = "name them first, in the order of the file's state or of --model SPEC, and take NAMED.pt"
     except BadOptimizer:
-        first = f"{WAY_OUT}; or name them first, in the order of a model, and take NAMED.pt"
+        out = _leaving_out(checkpoint, optimizer)
+        first = f"{out}; or name them first, in the order of a model, and take NAMED.pt"
         order = ["--model", "SPEC"]
     words = ["ckpttool", "optimizer", checkpoint.path, "NAMED.pt", "--to", "names", *order, *where]
     return f"{first}: {shlex.join(words)}"

@@ -9,9 +9,9 @@ from math import prod
 
 from ...tensors.cast import Caster, CastReport, carrier, reader, target
 from ...tensors.chunks import Part, assembled
-from ...tensors.dtypes import PLAIN_FLOATS, DType
-from ...tensors.ref import MAX_AXES, Computed, Storage, TensorRef
-from ...tensors.values import in_row_major, require_bounded, stream, stretches
+from ...tensors.dtypes import PLAIN_FLOATS
+from ...tensors.ref import MAX_AXES, TensorRef
+from ...tensors.values import in_row_major, made_from, require_bounded, stream, stretches
 from ..layout import strides
 from ..mean import nearest
 
@@ -78,14 +78,7 @@ def scaled(tensor: TensorRef, factor: float) -> TensorRef:
                     values *= factor
                     yield memoryview(nearest(values, dtype).view("u1"))  # type: ignore[arg-type]
 
-    return _computed(tensor, dtype, make)
-
-
-def _computed(tensor: TensorRef, dtype: DType, make: object) -> TensorRef:
-    data = Computed(tensor.storage.data.path, tensor.numel * dtype.itemsize, make, is_divisible=True)  # type: ignore[arg-type]
-    kind, old = dtype.storage or "UntypedStorage", tensor.storage
-    storage = Storage(data, kind, old.location, origins=(old,))
-    return TensorRef.contiguous(storage, dtype, tensor.shape)
+    return made_from(tensor, make)
 
 
 def cast(tensor: TensorRef, to: str) -> tuple[TensorRef, CastReport]:

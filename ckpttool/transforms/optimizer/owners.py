@@ -14,11 +14,11 @@ from itertools import chain
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import Path, contents, dotted
+from ...checkpoint.dotted_names import Path, dotted
 from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...checkpoint.state import State, part
-from ...checkpoint.states import is_average, is_optimizer
+from ...checkpoint.states import is_average
 from ...errors import NoState, Refused
 from .parameters import by_shapes, parameters_of
 from .slots import BadOptimizer, Slot, entry_of, slots
@@ -92,12 +92,16 @@ class Owners:
         return parts + [s for s in self._all if not any(_is_one(s, each) for each in self.changed)]
 
     def _ambiguous(self, optimizer: object, mine: State, other: State) -> Refused:
-        named = self.checkpoint.named(contents)
-        where = next((dotted(path) for path, value in named if value is optimizer), "")
+        where = place_of(self.checkpoint, optimizer)
         what = f"its optimizer '{where[:80]}' may be of '{mine.where[:80]}' or of '{other.where[:80]}'"
         drop = f"ckpttool convert {shlex.quote(self.checkpoint.path)} OUT --drop {shlex.quote(where)}"
         why = "which both have its names and shapes, and only the first changes"
         return Refused(self.checkpoint.path, f"{what}, {why}", hint=f"leave it out first: {drop}")
+
+
+def place_of(checkpoint: Checkpoint, optimizer: object) -> str:
+    """Return the dotted path of an optimizer in its file."""
+    return next((where for where, value in checkpoint.optimizers() if value is optimizer), "")
 
 
 def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
@@ -105,17 +109,15 @@ def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
     owners = Owners(checkpoint, [state])
     views = {name: tensor.view for name, tensor in new.items()}
     changed = {name: None for name, tensor in state.items() if views.get(name) != tensor.view}
-    for path, value in checkpoint.named(contents) if changed else ():
-        if not (isinstance(value, dict) and is_optimizer(value) and owners.follows(value, numbers=True)):
+    for where, value in checkpoint.optimizers() if changed else ():
+        if not owners.follows(value, numbers=True):
             continue
         prefix, kept = owners.prefix(value), as_nested(value)["state"]
         for slot in _listed(value):
             name = next(iter(changed)) if slot.name is None else slot.name.removeprefix(prefix)
             if name in changed and (slot.shape or _has_tensor(entry_of(kept, slot.key))):
-                what = (
-                    f"its optimizer '{dotted(path)[:80]}' keeps momentum of '{name[:80]}' as that was before"
-                )
-                hint = f"leave it out: --drop {shlex.quote(dotted(path))}; a rule of --map takes it along"
+                what = f"its optimizer '{where[:80]}' keeps momentum of '{name[:80]}' as that was before"
+                hint = f"leave it out: --drop {shlex.quote(where)}; a rule of --map takes it along"
                 raise Refused(checkpoint.path, what, hint=hint)
 
 

@@ -18,9 +18,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import contents, dotted
 from ...checkpoint.flat_optimizers import as_nested, flattened, is_flat
-from ...checkpoint.states import is_optimizer
 from ...errors import NothingToDo, Refused, UsageFault
 from ...inert_pickle.values import remade
 from .parameters import Order, ParameterSource, check_shape
@@ -66,7 +64,7 @@ def rekeyed(
     """
     if order == "model" and parameters is None:
         raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
-    optimizers = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
+    optimizers = [*checkpoint.optimizers()]
     if not optimizers:
         hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
         raise NothingToDo(f"{checkpoint.path}: holds no optimizer's state", hint=hint)

@@ -165,8 +165,7 @@ class Formula:
         """Return the tensor in float32, of a shape that holds as many elements as there are codes."""
         origin = self.storages[0]
         data = Computed.filling(origin.data.path, prod(shape) * FLOAT.itemsize, self._fill)
-        storage = Storage(data, "FloatStorage", origin.location, origins=self.storages)
-        return TensorRef.contiguous(storage, FLOAT, shape)
+        return TensorRef.of_bytes(data, FLOAT, shape, *self.storages, location=origin.location)
 
     def field(self) -> Field:
         """Return the numbers as a field, from which others may be computed."""

@@ -19,7 +19,7 @@ from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Collision, NothingToDo, Refused, UsageFault
 from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType
-from ...tensors.ref import Computed, Storage, TensorRef
+from ...tensors.ref import Computed, TensorRef
 from ..lora.differences import POSITIONS
 from ..lora.merge import orientations
 from ..lora.ties import EMBEDDINGS
@@ -190,8 +190,7 @@ class _Matrix:
     def _made(self, dtype: DType, shape: Sizes, fill: Any) -> TensorRef:
         origin = self.tensor.storage
         data = Computed.filling(origin.data.path, math.prod(shape) * dtype.itemsize, fill)
-        storage = Storage(data, dtype.storage or "UntypedStorage", origin.location, origins=(origin,))
-        return TensorRef.contiguous(storage, dtype, shape)
+        return TensorRef.of_bytes(data, dtype, shape, origin, location=origin.location)
 
     @property
     def _scales(self) -> Any:

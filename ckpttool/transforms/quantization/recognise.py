@@ -15,6 +15,7 @@ from ...errors import CkptToolError, Refused, Unsupported
 from ...remote import ahead
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
+from ...words import counted
 from . import codebooks, fp4, integers, scaled
 from .groups import Group, Parts
 from .settings import Settings, packing_beside
@@ -75,8 +76,8 @@ class Scheme:
     layers: int  # numbered modules; 0 where none is
 
     def __str__(self) -> str:
-        layers = f", {self.layers} layer{'s' * (self.layers != 1)}" if self.layers else ""
-        return f"{self.scheme}{layers} ({self.tensors} tensor{'s' * (self.tensors != 1)})"
+        layers = f", {counted(self.layers, 'layer')}" if self.layers else ""
+        return f"{self.scheme}{layers} ({counted(self.tensors, 'tensor')})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +154,10 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings, of_packed)
 
 
-CODES_ALONE = "its codes can't be laid out without their scales"
-
-
 def require_unpacked(
     checkpoint: Checkpoint,
     state: State,
-    why: str,
+    why: str = "its codes can't be laid out without their scales",
     dtype: str = "bfloat16",
     names: Collection[str] | None = None,
 ) -> None:

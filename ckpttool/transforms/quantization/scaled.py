@@ -57,18 +57,17 @@ def _called(dtype: DType) -> str:
     return {"int8": "int8", "float8_e4m3fn": "fp8"}.get(dtype.name, dtype.name.replace("float8_", "fp8 "))
 
 
-def grid_over(parts: Parts, name: str, shape: Sizes, group: int | None = None) -> tuple[Grid, str]:
+def grid_over(parts: Parts, name: str, shape: Sizes) -> tuple[Grid, str]:
     """Return the scales or zeros of a tensor, and in words what each of them is for.
 
-    The size of a block is what the settings say, or `group` along the last axis. Raises Refused where the
-    scales are too few or too many for it.
+    The size of a block is what the settings say. Raises Refused where the scales are too few or too many.
     """
     given = parts.need(name)
     tensor = _with_axes(given, shape)
     if tensor is None:
         raise parts.refused(f"'{name[:200]}' of shape {list(given.shape)} fits no shape {list(shape)[:8]}")
     cut = [axis for axis, (n, s) in enumerate(zip(shape, tensor.shape, strict=True)) if 1 < s != n]
-    sizes = _blocks(parts, shape, tensor.shape, cut, group)
+    sizes = _blocks(parts, shape, tensor.shape, cut)
     block = tuple(
         sizes[axis] if axis in cut else (1 if s == n else max(n, 1))
         for axis, (n, s) in enumerate(zip(shape, tensor.shape, strict=True))
@@ -92,15 +91,14 @@ def _with_axes(tensor: TensorRef, shape: Sizes) -> TensorRef | None:
     return replace(tensor, shape=(*given, *(1,) * missing), stride=(*tensor.stride, *(1,) * missing))
 
 
-def _blocks(parts: Parts, shape: Sizes, scales: Sizes, cut: list[int], group: int | None) -> dict[int, int]:
+def _blocks(parts: Parts, shape: Sizes, scales: Sizes, cut: list[int]) -> dict[int, int]:
     """Return the size of blocks along the last two axes, as far as these are cut."""
     last = len(shape) - 1
     if not set(cut) <= {last - 1, last}:
         raise parts.refused(f"there are {list(scales)} scales for {list(shape)}, cut along an outer axis")
     if cut == [last]:
         is_block = last > 0 and scales[last - 1] == 1 != shape[last - 1]  # not groups of each row
-        size = group or _group_size(parts, shape[last], scales[last], is_block)
-        return {last: size}
+        return {last: _group_size(parts, shape[last], scales[last], is_block)}
     return dict(zip((last - 1, last), _block_sizes(parts), strict=True)) if cut else {}
 
 

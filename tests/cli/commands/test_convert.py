@@ -102,8 +102,8 @@ def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(cli: Any) -> N
 
 def test_keys_are_selected_and_the_others_are_named(cli: Any) -> None:
     ran = cli("convert in.pt out.pt --only stem.* --only head.w* --exclude *.bias")
-    kept = "optimizer is kept whole, also what it has of parameters that are left out: leave it out by"
-    kept += " --drop optimizer, or all but the model first: ckpttool slim"
+    kept = "optimizer is kept whole, with what it has of parameters that were left out: --drop optimizer"
+    kept += " leaves it out, and ckpttool slim all but the model"
     assert (ran.code, ran.err) == (0, f"{kept}\nleft out: stem.bias, head.count\n")
     assert list(torch.load("out.pt")["model"]) == ["stem.weight", "head.weight"]
 
@@ -272,7 +272,7 @@ def test_metadata_that_has_no_place_or_another_meaning_is_refused(
 def test_an_optimizer_that_keeps_momentum_of_what_is_left_out_is_noted(cli: Any) -> None:
     ran = cli("convert in.pt out.pt --exclude 'head.*'")
     assert ran.code == 0
-    assert "optimizer is kept whole, also what it has of parameters that are left out" in ran.err
+    assert "optimizer is kept whole, with what it has of parameters that were left out" in ran.err
     assert "--drop optimizer" in ran.err and "ckpttool slim" in ran.err
     assert "kept whole" not in cli("convert in.pt two.pt --exclude 'head.*' --drop optimizer").err
     assert "kept whole" not in cli("convert in.pt out.safetensors --exclude 'head.*'").err

@@ -134,10 +134,13 @@ def test_fsdp2_over_tensor_parallel_is_whole_with_the_optimizer(run_ranks: RunRa
     assert found == (4, "fsdp 2 x tp 2", 1, [0, 1, 2, 3])
 
 
-@pytest.mark.long
-def test_hsdp_and_fsdp1_are_whole(hsdp: Path, fsdp1: Path, run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_hsdp_and_fsdp1_are_whole(hsdp: Path, fsdp1: Path) -> None:
     assert_is(loaded(hsdp), f"{hsdp}-whole.pt")
     assert_is(loaded(fsdp1 / "sharded"), fsdp1 / "whole.pt")
+
+
+@pytest.mark.long
+def test_fsdp1_on_a_mesh_is_whole(run_ranks: RunRanks, tmp_path: Path) -> None:
     on_a_mesh = saved(run_ranks, shardings.save_fsdp1_on_a_mesh, tmp_path, 2)
     assert_is(loaded(on_a_mesh), f"{on_a_mesh}-whole.pt")
 

@@ -352,6 +352,18 @@ def run_in_shell(script: str) -> str:
     return ran.stdout
 
 
+def test_a_shell_reads_the_words_of_the_commands(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "it's $HOME.pt"
+    torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)
+    script = cli("doctor", path, "--model", spec("net")).out
+    found = cli("doctor", path, "--model", spec("net"), "--json").json
+    commands = [each["command"] for each in found["problems"] if each["command"] and not each["remark"]]
+    tool = """ckpttool() { printf '%s\\n' ckpttool "$@"; }"""
+    ran = subprocess.run(["sh", "-e"], input=f"{tool}\n{script}", text=True, capture_output=True, timeout=60)
+    words = [word for command in [*commands, found["then"]] for word in shlex.split(command)]
+    assert len(commands) > 0 and (ran.returncode, ran.stdout.splitlines()) == (0, words)
+
+
 @pytest.mark.long
 def test_the_output_is_a_shell_script(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "it's $HOME.pt"
