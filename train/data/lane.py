@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import random
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
@@ -11,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import seed_all, seed_from
 from ckpttool.errors import CheckFailed, CkptToolError, Unreadable, UsageFault
 from ckpttool.files.failures import reason
-from train.data.collate import leaves
+from train.data.collate import digest_of
 
 BETWEEN = 256  # samples between two positions that are kept
 PLAIN = (str, int, float, bool, type(None), torch.Tensor)
@@ -220,12 +218,6 @@ class Lane:
         why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         hint = "--skip-damaged leaves out the rest of what can't be read, and counts"
         return Unreadable(where, f"sample {self._next} can't be read: {why}", hint=hint)
-
-
-def digest_of(sample: Any) -> str:
-    """Return a digest of a sample: of its `leaves`, and of where they are in it."""
-    parts = (f"{place} ".encode() + collectives.digest(leaf) for place, leaf in leaves(sample))
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _is_plain(value: Any) -> bool:
