@@ -39,7 +39,7 @@ def check(config: TrainConfig, steps_per_epoch: int) -> None:
     tried = sorted({0, steps // 2, steps - 1, *range(0, steps, max(1, steps // TRIED))})
     rate, again = (rate_of(config, steps, steps_per_epoch) for _ in range(2))
     first = {step: rate(step) for step in tried}
-    for step in (0, *reversed(tried)):  # a resumed run asks a new one, and not from the first step on
+    for step in reversed(tried):  # a resumed run asks a new one, and not from the first step on
         if first[step] != again(step):
             what = f"--scheduler {config.scheduler}: gives step {step} another factor each time"
             raise UsageFault(what, hint="let it depend on the step alone")

@@ -89,8 +89,8 @@ def test_a_factory_returns_a_function_of_the_step(own):
 WRONG = {
     "negative": "gives step 2 the factor -1",
     "broken": "fails in step 0: ZeroDivisionError",
-    "restless": "gives step 0 another factor each time",
-    "counting": "gives step 8 another factor each time",
+    "restless": "gives step 9 another factor each time",
+    "counting": "gives step 9 another factor each time",
     "scheduler": "returned a type, not a function of the step",
     "number": "returned a float, not a function of the step",
     "gone": "has no factory 'gone'",
