@@ -158,7 +158,7 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
 
 
 def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int) -> None:
-    """Refuse extra state that no checkpoint can hold; warn of a pass that depends on what no state dict has."""
+    """Refuse extra state that can not be saved; warn of passes that depend on what no state dict has."""
     state = trained.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) and not is_plain(value):
