@@ -172,8 +172,13 @@ def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int
         raise UsageFault(what, hint="a resume would fail: see its set_extra_state") from error
     for each in (trained, twin):
         with seeded("resume"), torch.no_grad():
-            marks.append(digest_of(trial.forward(each, size)[0]))
-    if marks[0] != marks[1] and given_rank() == 0:
+            outputs, batch = trial.forward(each, size)
+            marks.append((digest_of(outputs), digest_of(trial.loss(outputs, batch, size))))
+    (one, loss), (other, again) = marks
+    if given_rank() == 0 and one == other and loss != again:
+        what = f"--task {trial.task.name}: the loss of the same outputs is another each time"
+        console.warn(f"{what}, so a resume will not be exact (let it depend on outputs and batch alone)")
+    if given_rank() == 0 and one != other:
         what = f"--model {trial.model}: a pass depends on what earlier passes left outside of its state_dict"
         ways = "keep it in a buffer, without persistent=False, or give it get_extra_state"
         console.warn(f"{what}, so a resume will not be exact ({ways})")

@@ -52,16 +52,33 @@ class InBuffer(Counting):
         return self.scores(self.flat(images)) * (1 + self.seen / 10)
 
 
-def check(make: Any) -> None:
+class Fading:
+    """A task whose loss gets smaller with each call."""
+
+    weight = 1.0
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        self.weight *= 0.9
+        return self.weight * nn.functional.cross_entropy(outputs, batch[1], reduction="sum"), len(batch[1])
+
+
+def check(make: Any, task: Any = None) -> None:
     data, place = trainings.tensors(runs.SHAPE, 20), trainings.place(0, 1)
     config = TrainConfig(model="own.py:model", batch_size=5)
-    preflight.check(config, data, trainings.seeded(make), place, tasks.build(config, data))
+    preflight.check(config, data, trainings.seeded(make), place, task or tasks.build(config, data))
 
 
 @pytest.mark.parametrize("make", [Counting, InBuffer])
 def test_what_no_state_dict_has_is_said_to_make_a_resume_inexact(capsys, make):
     check(make)
     assert "outside of its state_dict, so a resume will not be exact" in capsys.readouterr().err
+
+
+def test_a_loss_that_depends_on_its_calls_is_said_to_make_a_resume_inexact(capsys):
+    check(runs.steady, tasks.adapt(Fading(), "own.py:Fading"))
+    assert (
+        "--task own.py:Fading: the loss of the same outputs is another each time" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("make", [Kept, runs.restless])
