@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from . import transport
+from . import nested, transport
 
 
 def whole(state: Any) -> Any:
@@ -48,6 +48,11 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
     moved = tensor.to(transport.device())  # NCCL sends from a GPU
     together: torch.Tensor = moved.full_tensor()  # type: ignore[attr-defined]
     return together.to("cpu", copy=True) if transport.rank() == 0 else None
+
+
+def holds_parts(value: Any) -> bool:
+    """Return whether a value is a divided tensor, or has some in it."""
+    return any(True for _ in nested.found(value, DTensor))
 
 
 def part_like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

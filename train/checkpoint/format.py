@@ -65,7 +65,7 @@ class Named(NamedTuple):
 NUMBER = (int, float)
 SETTING = (str, int, float, bool, type(None), list, tuple)
 STRUCTURE: dict[str, Any] = {
-    "model": Named(str, torch.Tensor),
+    "model": Named(str, object),  # a tensor, or a module's extra state
     "optimizer": {
         "state": Named(int, Named(str, object)),
         "param_groups": Each({"params": Each(int), "param_names": Each(str)}),

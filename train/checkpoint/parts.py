@@ -14,6 +14,7 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,9 +80,11 @@ class Parts:
         """Return this rank's part of the model's tensors, by name."""
         return {name: _local(tensor) for name, tensor in self.tensors["model"].items()}
 
-    def shared(self) -> dict[str, torch.Tensor]:
-        """Return the model's tensors that are the same on all ranks, by name."""
-        return {name: t for name, t in self.tensors["model"].items() if not isinstance(t, DTensor)}
+    def shared(self) -> dict[str, Any]:
+        """Return by name what is the same on all ranks of the model and the optimizer's state."""
+        entries = self.tensors["optimizer"]["state"].items()
+        state = {f"{kind} of {name}": value for name, entry in entries for kind, value in entry.items()}
+        return {name: v for name, v in (self.tensors["model"] | state).items() if not divided.holds_parts(v)}
 
     def write(self) -> None:
         """Write this rank's file, and compute its digest. Sends nothing."""
@@ -185,7 +188,7 @@ def joined(path: str, state: dict[str, Any], own: Mapping[str, torch.Tensor]) ->
             return {name: _part(name, value, own.get(name)) for name, value in values.items()}
 
         entries = {
-            index: {kind: _part(name, value, own.get(name)) for kind, value in entry.items()}
+            index: nested.mapped(entry, partial(_part, name, own=own.get(name)), kinds=TensorRef)
             for index, name in _names(state["optimizer"]).items()
             if (entry := tree["optimizer"]["state"].get(name))
         }

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpttool.distributed import collectives, nested
+from ckpttool.distributed import collectives, divided, nested
 from ckpttool.errors import CheckFailed
 from train.checkpoint import deltas
 from train.checkpoint import files as checkpoint_files
-from train.checkpoint.format import digest_of_run, same_on_ranks
+from train.checkpoint.format import digest_of_run, named_optimizer, same_on_ranks
 from train.checkpoint.parts import Parts, remove_unnamed
 from train.trainer.trainer import Trainer
 
@@ -54,8 +54,7 @@ class Save:
         self.in_haste = in_haste  # make no delta
         self.placed: list[str] = []
         self.remarks: list[tuple[str, str]] = []  # events, and what is to be told of them
-        parameters = trainer.ddp.named_parameters(remove_duplicate=False) if self.config.shard else ()
-        self.divided = {name for name, _ in parameters}
+        self.divided = _divided(trainer) if self.config.shard else set()
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
         self.digests: Future[dict[str, bytes]] = Future()  # of this rank's state, or why it can't be saved
         self.allowed: Future[None] = Future()  # all ranks are known to hold the same
@@ -92,7 +91,7 @@ class Save:
         if self.parts:
             self.parts.write()
             shared |= collectives.digest_each(self.parts.shared())
-        if not self.config.zero and not self.config.shard:
+        if not self.config.zero:
             shared |= parts["optimizer"]
         return shared | {f"the average of {name}": digest for name, digest in parts.get("ema", {}).items()}
 
@@ -164,6 +163,13 @@ class Save:
                 hint = f"{lower}, or look for NaN in the samples and in the loss{before}"
                 what = f"after step {self.step} {name} is NaN or infinite: training has diverged"
                 raise CheckFailed(what, hint=hint)
+
+
+def _divided(trainer: Trainer) -> set[str]:
+    """Return the names of what each rank has its own part of: of the model, and of the optimizer's state."""
+    optimizer = named_optimizer(trainer.updater.optimizer.state_dict())
+    names = {name for name, _ in trainer.ddp.named_parameters(remove_duplicate=False)}
+    return names | {name for name, value in optimizer.items() if divided.holds_parts(value)}
 
 
 def _settle(future: Future[T], work: Callable[[], T]) -> None:

@@ -8,6 +8,7 @@ has other batches, and other draws.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import date, timedelta
@@ -19,11 +20,17 @@ import numpy
 import torch
 from torch.utils.data import default_collate
 
+from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.models import factory
 
 Collate = Callable[[list[Any]], Any]
+
+# What is compared as it is: its `repr` says all of it.
+PLAIN = (torch.Tensor, str, bytes, Number, date, timedelta, PurePath)
+
+CONTAINERS = (tuple, list, Mapping, set, frozenset)
 
 NAMED = 6  # samples of a batch that an error names
 
@@ -75,46 +82,87 @@ def collation_of(
     return Collation(function, whose, part, seed)
 
 
-def leaves(value: Any, place: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def digest_of(value: Any) -> str:
+    """Return a digest of a sample, or of another value: of its `leaves`, and of where they are in it."""
+    parts = (f"{place} ".encode() + collectives.digest(leaf) for place, leaf in leaves(value))
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a sample or a batch is made of, each with its place: `[1][0]['boxes']`.
 
     These are tensors, arrays and plain values. What gives itself as an array, as pictures of Pillow do, is
-    one; the attributes of any other object that is no container are its parts.
-
-    Args:
-        around: the ids of what holds the value; what holds itself is not followed again.
+    one; of any other object that is no container, the parts are what pickle would keep of it.
     """
-    inner = None if id(value) in around else _parts(value)
+    return _leaves(value, "", {})
+
+
+def _leaves(value: Any, place: str, known: dict[int, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    inner = _parts(value)
     if inner is None:
         yield place, _leaf(value)
-        return
-    for where, part in inner:
-        yield from leaves(part, f"{place}{where}", (*around, id(value)))
+    elif id(value) in known:  # it holds itself, or others do: a data set that each sample refers to
+        yield place, f"as {known[id(value)][0]}"
+    else:
+        known[id(value)] = place, value  # which keeps it, so no other gets its id
+        parts = [leaf for where, part in inner for leaf in _leaves(part, f"{place}{where}", known)]
+        yield from parts or [(place, type(value).__qualname__)]
+        if isinstance(value, CONTAINERS):  # the same one twice, and two that are equal, are told alike
+            del known[id(value)]
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]] | None:
     """Return the parts of a value, each with its place in it; None if it is a leaf."""
     if isinstance(value, torch.Tensor) and value.is_nested:
-        return ((f"[{number}]", part) for number, part in enumerate(value.unbind()))
+        return _numbered(value.unbind())
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         whole = value.to_sparse_coo().coalesce()
         return ((".indices", whole.indices()), (".values", whole.values()))
+    if isinstance(value, numpy.ma.MaskedArray):
+        return ((".data", value.data), (".mask", value.mask))
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", part) for key, part in value.items())
     if isinstance(value, tuple | list):
-        return ((f"[{number}]", part) for number, part in enumerate(value))
+        return _numbered(value)
     if isinstance(value, set | frozenset):
-        return ((f"[{number}]", part) for number, part in enumerate(sorted(value, key=repr)))
+        return _numbered(sorted(value, key=repr))
     if is_dataclass(value) and not isinstance(value, type):
         return ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, torch.Tensor | Number) or callable(value) or hasattr(value, "__array_interface__"):
+    if value is None or isinstance(value, PLAIN) or callable(value):
         return None
-    attributes = getattr(value, "__dict__", {})
-    return ((f".{name}", part) for name, part in attributes.items()) if attributes else None
+    if hasattr(value, "__array_interface__"):
+        return _of_picture(value) if callable(getattr(value, "getpalette", None)) else None
+    if attributes := getattr(value, "__dict__", None):
+        return ((f".{name}", part) for name, part in attributes.items())
+    return _pickled(value)
+
+
+def _numbered(parts: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"[{number}]", part) for number, part in enumerate(parts))
+
+
+def _of_picture(picture: Any) -> Iterable[tuple[str, Any]]:
+    """Return the parts of a picture of Pillow: with a palette, its numbers alone are no colours."""
+    colours = picture.mode, picture.getpalette(None), picture.info.get("transparency")
+    return ((".pixels", numpy.asarray(picture)), (".colours", colours))
+
+
+def _pickled(value: Any) -> Iterable[tuple[str, Any]] | None:
+    """Return what pickle would keep of an object without a dict, such as a deque; None if it refuses."""
+    try:
+        made = value.__reduce_ex__(4)
+    except Exception:  # each class refuses in its own way
+        return None
+    if isinstance(made, str):  # it is known by its name
+        return None
+    # Its class comes first if it is made by that.
+    arguments = tuple(part for part in made[1] if part is not type(value))
+    parts = [arguments or None, *made[2:3], *(each and [*each] for each in made[3:5])]
+    return None if all(part is None for part in parts) else _numbered(parts)
 
 
 def _leaf(value: Any) -> Any:
-    if value is None or isinstance(value, torch.Tensor | str | bytes | Number | date | timedelta | PurePath):
+    if value is None or isinstance(value, PLAIN):
         return value
     if hasattr(value, "__array_interface__"):
         return numpy.asarray(value)

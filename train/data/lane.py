@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import random
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
@@ -11,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import seed_all, seed_from
 from ckpttool.errors import CheckFailed, CkptToolError, Unreadable, UsageFault
 from ckpttool.files.failures import reason
-from train.data.collate import leaves
+from train.data.collate import digest_of
 
 BETWEEN = 256  # samples between two positions that are kept
 PLAIN = (str, int, float, bool, type(None), torch.Tensor)
@@ -66,7 +64,7 @@ class Shard:
             return None
         part = self.source if has_position(self.source) else iterator
         state = part.state_dict()
-        return copy.deepcopy(state) if _is_plain(state) else None
+        return copy.deepcopy(state) if is_plain(state) else None
 
     def has_position(self, iterator: Any) -> bool:
         """Return whether it, or its iterator, may know its position: nothing is asked of it."""
@@ -222,15 +220,9 @@ class Lane:
         return Unreadable(where, f"sample {self._next} can't be read: {why}", hint=hint)
 
 
-def digest_of(sample: Any) -> str:
-    """Return a digest of a sample: of its `leaves`, and of where they are in it."""
-    parts = (f"{place} ".encode() + collectives.digest(leaf) for place, leaf in leaves(sample))
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether `torch.load(weights_only=True)` would read a value from a checkpoint."""
     if type(value) in (dict, OrderedDict):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
     # Not of a subclass: numpy.float64 is a float, and refused there.
-    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN
+    return all(map(is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN

@@ -22,7 +22,8 @@ from ckpttool.distributed.plan import ENDLESS
 from ckpttool.distributed.randomness import restored
 from ckpttool.errors import UsageFault
 from train import console
-from train.data.lane import Lane, Position, Shard, digest_of
+from train.data.collate import digest_of
+from train.data.lane import Lane, Position, Shard
 from train.data.samples import Samples
 
 MOST_LISTED = 1_000_000  # samples of a stream to test with

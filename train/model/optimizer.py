@@ -14,7 +14,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CkptToolError, UsageFault
 from train.config.training import TrainConfig
 from train.model import own_optimizer
@@ -116,47 +115,6 @@ def build_optimizer(config: TrainConfig, model: nn.Module, prefix: str = "") -> 
             f"--fused on: {config.optimizer} has no fused step", hint="give auto, or leave it out"
         )
     return ZeroRedundancyOptimizer(groups, kind, **options) if config.zero else kind(groups, **options)
-
-
-def consolidated(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the optimizer's whole state, to be saved. A collective if it is divided among ranks.
-
-    Its tensors are the optimizer's own, or copies on the CPU if it is divided; it is then None on all ranks
-    but 0.
-    """
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.state_dict()
-    optimizer.consolidate_state_dict(to=0)
-    whole = optimizer.state_dict() if optimizer.rank == 0 else None
-    # Or rank 0 would keep all of it until the next time.
-    optimizer._all_state_dicts.clear()  # type: ignore[attr-defined]
-    return whole
-
-
-def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Restore a whole state that `consolidated` returned, given on every rank; it is left unchanged."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.load_state_dict({**state, "state": _parts(optimizer, state["state"])})
-        return
-    # It puts None in place of what other ranks hold, and keeps a second copy in the outer optimizer.
-    entries = {index: dict(entry) for index, entry in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": copy.deepcopy(entries)})
-    optimizer.state.clear()
-
-
-def _parts(optimizer: Optimizer, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return this rank's part of a state whose parameters are divided, as with `--shard`."""
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    return {
-        index: {name: _part(value, parameters.get(index)) for name, value in entry.items()}
-        for index, entry in state.items()
-    }
-
-
-def _part(value: Any, parameter: nn.Parameter | None) -> Any:
-    if not isinstance(value, torch.Tensor) or parameter is None:
-        return value
-    return part_like(value, parameter)
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float | None) -> torch.Tensor:

@@ -14,7 +14,11 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -23,9 +27,13 @@ from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.training import TrainConfig
+from train.data.collate import CONTAINERS, digest_of
 from train.model.groups import groups_of
+from train.model.optimizer_state import restore
 
 OFFERED = ("lr", "momentum", "nesterov", "betas", "eps", "weight_decay", "fused")
+RESTORED = ("state", "param_groups", "defaults")
+KEPT = (int, float, torch.Tensor, numpy.ndarray, deque, *CONTAINERS)
 RULES = ("decay_norms", "no_decay", "lr_scale", "layer_decay")
 
 
@@ -94,6 +102,7 @@ def check_resumes(config: TrainConfig, model: nn.Module) -> None:
         raise UsageFault(
             f"{said}: its state_dict has {odd[0]} beside state and param_groups, which is not saved"
         )
+    _check_entries(said, state["state"])
     try:
         torch.save(state, file := io.BytesIO())
         file.seek(0)
@@ -102,13 +111,17 @@ def check_resumes(config: TrainConfig, model: nn.Module) -> None:
         what = f"{said}: its state holds more than tensors and plain values: {str(error).splitlines()[0]}"
         raise UsageFault(what, hint="keep tensors and numbers in its state") from error
     models[1].load_state_dict(models[0].state_dict())
-    second.load_state_dict(state)
+    restore(second, state)
     for each, optimizer in zip(models, (first, second), strict=True):
         _step(each, optimizer, 1)
     for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)):
             what = f"{said}: after its state_dict is loaded, the next step changes parameter {name} otherwise"
             raise UsageFault(f"{what}: a resume could not be exact", hint="keep all it needs in its state")
+    states = [each.state_dict() for each in (first, second)]
+    if digest_of(states[0]) != digest_of(states[1]):
+        what = f"{said}: after its state_dict is loaded, the next step leaves another state"
+        raise UsageFault(f"{what}: a resume could not be exact", hint="keep its dtypes and values on loading")
     # It may need them only in a later step: one that does something in each tenth, say.
     kept, restored = map(_attributes, (first, second))
     if differing := [name for name in kept if kept[name] != restored.get(name)]:
@@ -116,10 +129,24 @@ def check_resumes(config: TrainConfig, model: nn.Module) -> None:
         raise UsageFault(what, hint="keep it in its state, or in a group")
 
 
+def _check_entries(said: str, entries: Mapping[Any, Any]) -> None:
+    """Raise UsageFault for a state that is not of parameters, each with values by name: none can be read."""
+    for index, entry in entries.items():
+        if not isinstance(index, int):
+            what = f"{said}: its state has an entry {index!r}, which is of no parameter"
+        elif not isinstance(entry, Mapping):
+            what = f"{said}: its state of a parameter is a {type(entry).__name__}, not values by name"
+        elif odd := [key for key in entry if not isinstance(key, str)]:
+            what = f"{said}: its state of a parameter has the key {odd[0]!r}, which is no name"
+        else:
+            continue
+        raise UsageFault(what, hint="keep what is of all parameters in a group, and of one in state[p][name]")
+
+
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
-    """Return the numbers and tensors that an optimizer keeps beside its state."""
-    found = vars(optimizer).items()
-    return {name: repr(value) for name, value in found if isinstance(value, int | float | torch.Tensor)}
+    """Return digests of the numbers, tensors and collections of these that it keeps beside its state."""
+    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, KEPT)}
+    return {name: digest_of(value) for name, value in found.items() if name not in RESTORED}
 
 
 def _step(model: nn.Module, optimizer: Optimizer, number: int) -> None:

@@ -19,6 +19,7 @@ from train.config.training import TrainConfig
 
 Rate = Callable[[int], float]  # step, from 0 -> factor
 
+TRIED = 256  # steps whose factor is asked for twice before training
 COOLDOWN = 0.2  # of all steps, as arXiv 2405.18392 found enough
 # As torch.optim.lr_scheduler.OneCycleLR, of arXiv 1708.07120.
 RISE, BEGIN, END = 0.3, 1 / 25, 1 / 25e4
@@ -35,9 +36,11 @@ def check(config: TrainConfig, steps_per_epoch: int) -> None:
         cooldown = config.cooldown.in_steps(steps_per_epoch)
         what = f"--cooldown {config.cooldown}: is {cooldown} steps, and the warm-up {warmup}, but the whole "
         raise UsageFault(f"{what}training has only {steps}")
-    rate = rate_of(config, steps, steps_per_epoch)
-    for step in (0, steps // 2, steps - 1):
-        if rate(step) != rate(step):
+    tried = sorted({0, steps // 2, steps - 1, *range(0, steps, max(1, steps // TRIED))})
+    rate, again = (rate_of(config, steps, steps_per_epoch) for _ in range(2))
+    first = {step: rate(step) for step in tried}
+    for step in reversed(tried):  # a resumed run asks a new one, and not from the first step on
+        if first[step] != again(step):
             what = f"--scheduler {config.scheduler}: gives step {step} another factor each time"
             raise UsageFault(what, hint="let it depend on the step alone")
 

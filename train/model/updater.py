@@ -27,7 +27,7 @@ from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CheckFailed, UsageFault
 from train.config.training import TrainConfig, fields
 from train.model import optimizer as optimizers
-from train.model import schedule
+from train.model import optimizer_state, schedule
 from train.model.groups import require_same
 
 Tensor = torch.Tensor
@@ -267,7 +267,7 @@ class Updater:
         Tensors are the optimizer's own. With `--zero` its state is rank 0's alone, and None on the others.
         """
         state = {
-            "optimizer": optimizers.consolidated(self.optimizer),
+            "optimizer": optimizer_state.consolidated(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.precision.state_dict(),
         }
@@ -276,7 +276,7 @@ class Updater:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a state, with this run's own settings where `--change` lets them differ."""
         fresh = [dict(group) for group in self.optimizer.param_groups]
-        optimizers.restore(self.optimizer, state["optimizer"])
+        optimizer_state.restore(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self._keep_own_settings(fresh)
         self.precision.load_state_dict(state["scaler"])

@@ -15,8 +15,9 @@ from train.config import command_line
 from train.config.training import TrainConfig
 from train.data.augment import augmented
 from train.data.batches import Undamaged, load, trial_batch
+from train.data.collate import digest_of
 from train.data.data_set import Data
-from train.data.lane import Position, digest_of
+from train.data.lane import Position
 from train.data.samples import count
 from train.data.stream import Read, Stream
 from train.tasks.task import Task

@@ -13,13 +13,18 @@ from torch.nn.parameter import is_lazy
 
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed.dummy_pass import modes_kept
+from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.plan import Plan
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
 from ckpttool.models import factory
+from train import console
 from train.config.training import TrainConfig
 from train.data.batches import trial_batch
+from train.data.collate import digest_of
 from train.data.data_set import Data
+from train.data.lane import is_plain
 from train.data.samples import Samples, count
 from train.data.stream import Stream
 from train.model import sharding, wrapping
@@ -148,6 +153,35 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
             raise UsageFault(f"--model {config.model}: {what}", hint="make its layer without sparse=True")
     if not config.find_unused:
         _check_used(config.model, copied)
+    copied.zero_grad(set_to_none=True)
+    _check_resumes(trial, copied, model, smallest)
+
+
+def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int) -> None:
+    """Refuse extra state that can not be saved; warn of passes that depend on what no state dict has."""
+    state = trained.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) and not is_plain(value):
+            what = f"--model {trial.model}: {name} holds more than tensors and plain values"
+            raise UsageFault(what, hint="let get_extra_state return numbers, texts, lists and dicts of these")
+    twin, marks = copy.deepcopy(fresh), []
+    try:
+        twin.load_state_dict(state)
+    except Exception as error:  # of a user's set_extra_state
+        what = f"--model {trial.model}: does not load its own state_dict: {factory.described(error)}"
+        raise UsageFault(what, hint="a resume would fail: see its set_extra_state") from error
+    for each in (trained, twin):
+        with seeded("resume"), torch.no_grad():
+            outputs, batch = trial.forward(each, size)
+            marks.append((digest_of(outputs), digest_of(trial.loss(outputs, batch, size))))
+    (one, loss), (other, again) = marks
+    if given_rank() == 0 and one == other and loss != again:
+        what = f"--task {trial.task.name}: the loss of the same outputs is another each time"
+        console.warn(f"{what}, so a resume will not be exact (let it depend on outputs and batch alone)")
+    if given_rank() == 0 and one != other:
+        what = f"--model {trial.model}: a pass depends on what earlier passes left outside of its state_dict"
+        ways = "keep it in a buffer, without persistent=False, or give it get_extra_state"
+        console.warn(f"{what}, so a resume will not be exact ({ways})")
 
 
 def _check_used(name: str, model: nn.Module) -> None:

@@ -97,6 +97,54 @@ def test_a_run_without_shard_goes_on_with_it(run_ranks, tmp_path):
     assert runs.different(*ends) == []
 
 
+OWN = """
+import torch
+
+class Nested(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+    def own(self, tensor):
+        return tensor
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                of_it, gradient = self.state[p], self.own(p.grad)
+                if not of_it:
+                    of_it["sums"] = [torch.zeros_like(gradient), {"sum": torch.zeros_like(gradient)}]
+                first, second = of_it["sums"][0], of_it["sums"][1]["sum"]
+                first.mul_(0.9).add_(gradient)
+                second.add_(gradient)
+                self.own(p).sub_(first + 0.1 * second, alpha=group["lr"])
+
+class Local(Nested):  # its state is plain tensors, another on each rank
+    def own(self, tensor):
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+"""
+PLAIN = {"lr": 0.01, "momentum": None, "weight_decay": None}
+
+
+@pytest.mark.covered(lambda more: not more)
+@pytest.mark.parametrize("more", [{}, {"save_parts": True}], ids=["whole", "parts"])
+def test_tensors_in_the_lists_of_an_optimizers_state_are_divided_again(run_ranks, tmp_path, own, more):
+    settings = {**SHARD, **PLAIN, "optimizer": f"{own}:Nested"}
+    run_ranks(2, runs.run, runs.steady, str(tmp_path / "whole"), {**settings, **runs.OFTEN, **more})
+    stopped = {**settings, "resume": str(tmp_path / "whole" / "step-000002.pt")}
+    assert "continues from" in run_ranks(2, runs.run, runs.steady, str(tmp_path / "rest"), stopped)[0]
+    gathered = str(tmp_path / "gathered")
+    run_ranks(2, runs.run, runs.steady, gathered, settings)
+    assert runs.different(runs.read(tmp_path / "rest" / "last.pt"), runs.read(f"{gathered}/last.pt")) == []
+
+
+@pytest.mark.covered(lambda more: not more)
+@pytest.mark.parametrize("more", [{}, {"save_parts": True}], ids=["whole", "parts"])
+def test_a_state_that_is_another_on_each_rank_is_not_saved_as_that_of_rank_0(run_ranks, tmp_path, own, more):
+    settings = {**SHARD, **PLAIN, "optimizer": f"{own}:Local", **more}
+    said = run_ranks(2, runs.run, runs.steady, str(tmp_path / "run"), settings)[0]
+    assert "rank 1 has a different sums of module.stem.weight than rank 0, before saving" in said
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
 def test_another_model_is_refused_by_what_differs(run_ranks, tmp_path, whole):
     stopped = {"resume": str(whole / "step-000002.pt"), **EVERY, **SHARD}
     said = run_ranks(2, runs.run, wide, str(tmp_path), stopped)[0]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import types
+from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -29,9 +33,8 @@ from tests.ranks.ragged import SAMPLES, Masked, OfTexts, Ragged
 from train.config.training import TrainConfig
 from train.data import data_set
 from train.data.batches import batch_of, load
-from train.data.collate import Collation, leaves
+from train.data.collate import Collation, digest_of, leaves
 from train.data.data_set import Data
-from train.data.lane import digest_of
 from train.tasks import builtin as tasks
 from train.trainer import preflight
 from train.trainer.trainer import Trainer
@@ -358,6 +361,20 @@ class Boxed:
     value: Any
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def painted(*colours: int) -> Image.Image:
+    """Return a picture of one number, which its palette makes the colour."""
+    picture = Image.new("P", (1, 1))
+    picture.putpalette(colours)
+    return picture
+
+
 ANYTHING: dict[str, tuple[Any, Any]] = {
     "a dataclass": (Boxed(torch.zeros(2000)), Boxed(torch.arange(2000) // 1000)),
     "an object": (types.SimpleNamespace(x=[torch.zeros(1)]), types.SimpleNamespace(x=[torch.ones(1)])),
@@ -369,6 +386,17 @@ ANYTHING: dict[str, tuple[Any, Any]] = {
     "a date": (date(2026, 1, 1), date(2026, 1, 2)),
     "a fraction": (Fraction(1, 3), Fraction(2, 3)),
     "a path": (Path("a"), Path("b")),
+    "a palette": (painted(0, 0, 0), painted(0, 0, 1)),
+    "a mask": (np.ma.array([1, 2], mask=[0, 0]), np.ma.array([1, 2], mask=[0, 1])),
+    "an object with slots": (Slotted(torch.zeros(2000)), Slotted(torch.arange(2000) // 1000)),
+    "a queue": (deque([torch.zeros(1)]), deque([torch.ones(1)])),
+    "bytes that can be changed": (bytearray(b"a"), bytearray(b"b")),
+    "an array of Python's": (array("d", [0.0] * 2000), array("d", [0.0] * 1999 + [1.0])),
+    "a file in memory": (io.BytesIO(b"a"), io.BytesIO(b"b")),
+    "an hour": (time(1), time(2)),
+    "an identifier": (UUID(int=1), UUID(int=2)),
+    "a range": (range(3), range(4)),
+    "no items": ([[]], [[], []]),
     "other brackets": ([[1], [2]], [[1, 2]]),
 }
 
@@ -385,6 +413,15 @@ def test_a_sample_that_holds_itself_has_a_digest():
     node.children = [types.SimpleNamespace(parent=node)]
     assert [place for place, _ in leaves(node)] == [".value", ".children[0].parent"]
     assert digest_of(node) == digest_of(copy.deepcopy(node))
+
+
+def test_what_samples_refer_to_again_and_again_is_followed_once():
+    chain = types.SimpleNamespace(value=0)
+    for _ in range(60):  # 2^60 ways lead to the end
+        chain = types.SimpleNamespace(left=chain, right=chain)
+    assert len([*leaves(chain)]) == 61
+    pair = (1, 2)
+    assert digest_of([pair, pair]) == digest_of([(1, 2), tuple(range(1, 3))])
 
 
 def test_what_moves_itself_is_moved_as_a_whole():

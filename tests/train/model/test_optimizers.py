@@ -16,7 +16,7 @@ from ckpttool.errors import UsageFault
 from train.checkpoint import format as checkpoints
 from train.config.training import Every, TrainConfig
 from train.model import optimizer as optimizers
-from train.model import schedule
+from train.model import optimizer_state, schedule
 
 OTHERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"]
 OTHERS += ["NAdam", "RAdam", "RMSprop", "Rprop", "sgd"]
@@ -207,9 +207,9 @@ def divided(rank: int, size: int, name: str, first: int, last: int, saved: bytes
     if saved:
         state = torch.load(io.BytesIO(saved), weights_only=True)
         model.load_state_dict(state["model"])
-        optimizers.restore(optimizer, state["optimizer"])
+        optimizer_state.restore(optimizer, state["optimizer"])
     take_steps(optimizer, model, first, last)
-    whole = optimizers.consolidated(optimizer)
+    whole = optimizer_state.consolidated(optimizer)
     if rank and zero:
         assert whole is None
     held = len(optimizer.optim.state) if zero else len(optimizer.state)
@@ -238,8 +238,8 @@ def more_ranks_than_parameters(rank: int, size: int) -> Any:
     model = nn.Linear(2, 1, bias=False)
     optimizer = optimizers.build_optimizer(config(optimizer="adamw", zero=True), model)
     take_steps(optimizer, model, 0, 2)
-    whole = optimizers.consolidated(optimizer)
-    optimizers.restore(optimizer, collectives.broadcast(lambda: whole))
+    whole = optimizer_state.consolidated(optimizer)
+    optimizer_state.restore(optimizer, collectives.broadcast(lambda: whole))
     take_steps(optimizer, model, 2, 3)
     return len(optimizer.optim.state), whole and whole["param_groups"][0]["param_names"]
 
@@ -289,7 +289,7 @@ def test_muon_goes_on_from_its_state_with_another_rate():
     one_step(straight, first, TOKENS)
     resumed.load_state_dict(straight.state_dict())
     second = optimizers.build_optimizer(settings, resumed)
-    optimizers.restore(second, copy.deepcopy(first.state_dict()))
+    optimizer_state.restore(second, copy.deepcopy(first.state_dict()))
     for optimizer in (first, second):
         for group in optimizer.param_groups:
             group["lr"] = 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from torch import nn
 
 from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
+from train.data.collate import digest_of
 from train.model import optimizer as optimizers
+from train.model import optimizer_state
 from train.model.updater import Updater
 
 OWN = """
@@ -57,6 +60,61 @@ class Tenth(SGD):  # does something in each tenth step
     def step(self, closure=None):
         super().step()
         self.count, self.begun = self.count + 1, True
+
+class Often(SGD):  # counts by name, and keeps a large tensor: the text of that is the same
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.counts, self.slow = {"steps": 0}, [torch.zeros(2000)]
+    def step(self, closure=None):
+        super().step()
+
+class Named(Often):
+    def step(self, closure=None):
+        super().step()
+        self.counts["steps"] += 1
+
+class Large(Often):
+    def step(self, closure=None):
+        super().step()
+        self.slow[0][1000] += 1
+
+class OfAll(Often):
+    def step(self, closure=None):
+        super().step()
+        self.state["steps"] = {"number": 1}
+
+class ByNumber(Often):
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p][0] = 1.0
+
+class Rounding(Often):  # its state is another after loading, of which the next step shows nothing
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            wide = self.state[p].setdefault("sum", torch.zeros_like(p, dtype=torch.float64))
+            wide.add_(p.grad.double() / 3)
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = self.state[p]["sum"].half()
+
+class Wide(Optimizer):
+    # keeps sums in float64, counts as integers, and a text
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    wide = torch.zeros_like(p, dtype=torch.float64)
+                    state.update(nested=[{"sum": wide}], count=torch.zeros(3, dtype=torch.int64), rule="mean")
+                assert state["rule"] == "mean"
+                state["nested"][0]["sum"].mul_(0.9).add_(p.grad.double())
+                state["count"][1] += 1
+                p.data.sub_(state["nested"][0]["sum"].to(p.dtype), alpha=group["lr"])
 
 class Warming(SGD):  # its momentum rises
     def __init__(self, params, lr=0.1):
@@ -148,6 +206,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor_rate": ({}, "group 0 has no learning rate that is a number"),
     "Forgetful": ({}, "after its state_dict is loaded, the next step changes parameter 0.weight otherwise"),
     "Tenth": ({}, "its attribute count changes with the steps, and its state_dict lacks it"),
+    "Named": ({}, "its attribute counts changes with the steps, and its state_dict lacks it"),
+    "Large": ({}, "its attribute slow changes with the steps, and its state_dict lacks it"),
+    "OfAll": ({}, "its state has an entry 'steps', which is of no parameter"),
+    "ByNumber": ({}, "its state of a parameter has the key 0, which is no name"),
+    "Rounding": ({}, "after its state_dict is loaded, the next step leaves another state"),
     "Objects": ({}, "its state holds more than tensors and plain values"),
     "Beside": ({}, "its state_dict has steps beside state and param_groups"),
     "of_params": ({"momentum": 0.9}, "--momentum: "),
@@ -176,6 +239,33 @@ def test_what_it_changes_in_its_groups_is_restored_and_not_made_anew(own):
     first.step(measured=False)
     second.load(first.state())
     assert [group["momentum"] for group in second.optimizer.param_groups] == [0.51, 0.51]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["Wide", "torch.optim:NAdam", "torch.optim:ASGD", "adamw"])
+def test_a_state_of_another_dtype_than_its_parameter_is_restored_as_it_was(own, name, dtype):
+    spec = f"{own}:{name}" if name == "Wide" else name
+    settings = config(spec, lr=0.1, weight_decay=0.0) if ":" not in spec else config(spec, lr=0.1)
+    optimizers.check(settings, model().to(dtype))
+    one, other = (model().to(dtype) for _ in range(2))
+    first, second = (optimizers.build_optimizer(settings, net) for net in (one, other))
+    one_step(one, first)
+    other.load_state_dict(one.state_dict())
+    torch.save(first.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    optimizer_state.restore(second, torch.load(file, weights_only=True))
+    assert digest_of(first.state_dict()) == digest_of(second.state_dict())
+    for net, optimizer in ((one, first), (other, second)):
+        one_step(net, optimizer)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    assert digest_of(first.state_dict()) == digest_of(second.state_dict())
+
+
+def one_step(net: nn.Module, optimizer: Any) -> None:
+    torch.manual_seed(len(optimizer.state))
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
 
 
 # ---- the flags of torch's own optimizers ----------------------------------------------------------------

@@ -67,6 +67,9 @@ def constant(): return lambda step: 1
 def negative(): return lambda step: 1 - step
 def broken(): return lambda step: 1 / step
 def restless(): return lambda step: next(count)
+def counting():
+    calls = itertools.count()
+    return lambda step: 0.5 ** (next(calls) // 8)
 def scheduler(): return torch.optim.lr_scheduler.LambdaLR
 def number(): return 0.1
 """
@@ -84,9 +87,10 @@ def test_a_factory_returns_a_function_of_the_step(own):
 
 
 WRONG = {
-    "negative": "gives step 5 the factor -4",
+    "negative": "gives step 2 the factor -1",
     "broken": "fails in step 0: ZeroDivisionError",
-    "restless": "gives step 0 another factor each time",
+    "restless": "gives step 9 another factor each time",
+    "counting": "gives step 9 another factor each time",
     "scheduler": "returned a type, not a function of the step",
     "number": "returned a float, not a function of the step",
     "gone": "has no factory 'gone'",
