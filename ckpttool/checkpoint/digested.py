@@ -34,7 +34,7 @@ def with_parts(path: str, state: State) -> dict[str, TensorRef]:
 
 
 def digest_of_value(value: object) -> str | None:
-    """Return the digest of any value, as a counter kept as a number; None where `--full` could not hold it."""
+    """Return the digest of any value, such as a number; None where `--full` could not hold it."""
     try:
         flat = encode(value)
     except (TooDeep, TooManyNames, Unholdable):

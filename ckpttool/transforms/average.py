@@ -73,8 +73,9 @@ def average(
     """Return a checkpoint of the model's state alone, whose values are means, computed when they are written.
 
     Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean` states
-    what that guarantees. Integers and booleans, such as BatchNorm's counters, are never averaged: when the
-    files differ, the last one's are taken, as of entries that are no tensors. Names that share a tensor in every file share it in the result.
+    what that guarantees. Integers and booleans, such as BatchNorm's counters, are never averaged, nor is what
+    is no tensor: when the files differ, the last one's are taken. Names that share a tensor in every file
+    share it in the result.
 
     The other methods compute in float64 and round once; `merging.methods` has their formulas.
 
