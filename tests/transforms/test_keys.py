@@ -294,6 +294,13 @@ def test_an_optimizer_whose_names_are_in_tuples_follows_too(tmp_path: Path) -> N
     assert_same(wanted, loaded(new, tmp_path)["optimizer"])
 
 
+def test_what_a_module_keeps_as_its_extra_state_is_no_state_of_names(tmp_path: Path) -> None:
+    inner = {"module.amax": ONE}
+    new, renaming = ckpttool.strip_prefix(opened({"module.w": ONE, "module._extra_state": inner}, tmp_path))
+    assert_same({"w": ONE, "_extra_state": inner}, loaded(new, tmp_path))
+    assert not renaming.also
+
+
 def test_an_average_of_a_few_parameters_is_renamed_with_the_model(tmp_path: Path) -> None:
     model = {**{f"backbone.{i}.weight": torch.ones(2) for i in range(8)}, "head.weight": torch.ones(3)}
     other = {"head.weight": torch.ones(4)}  # of another shape: not this model's

@@ -468,6 +468,14 @@ def test_what_a_flat_state_can_not_give_back_is_refused_by_name(
     assert caught.value.hint == "--to names keeps it"
 
 
+@pytest.mark.parametrize("to", ["names", "indices", "flat"])
+def test_a_state_under_a_number_and_another_under_its_text_is_refused(to: Any, tmp_path: Path) -> None:
+    state = {0: {"exp_avg": torch.ones(2)}, "0": {"exp_avg": torch.zeros(2)}}
+    tree = {"model": {"a": torch.ones(2)}, "optimizer": {"state": state, "param_groups": group([0], "a")}}
+    with pytest.raises(Refused, match="keeps two states of parameter 0"):
+        rekeyed(opened(tree, tmp_path), to)
+
+
 def test_settings_that_a_flat_state_can_not_give_back_are_refused_by_name(tmp_path: Path) -> None:
     optimizer = {"state": {"a": {}}, "param_groups": group(["a"], **{"x.y": 1})}
     with pytest.raises(Refused, match=r"keeps 'x.y' \(str\) in 'param_groups.0'"):
