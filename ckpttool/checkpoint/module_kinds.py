@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 KINDS_TEXT = "batchnorm.kinds"  # its name in the header
 
 
-def kinds_in(metadata: Mapping[str, str]) -> dict[str, object]:
+def kinds_in(metadata: Mapping[str, str]) -> dict[Any, object]:
     """Return layer -> kind, as a conversion has recorded them; whatever else is there counts for nothing."""
     try:
         kinds = json.loads(metadata.get(KINDS_TEXT, "{}"))
