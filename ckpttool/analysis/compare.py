@@ -19,7 +19,7 @@ from ..checkpoint.state import State
 from ..errors import NoState, Unsupported, UsageFault
 from ..files.pieces import Progress
 from ..formats.reading import File, opened
-from ..inert_pickle.values import Record, tensor_of
+from ..inert_pickle.values import tensor_of
 from ..lazy import shown_by
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
@@ -32,6 +32,8 @@ from .equality import (
     bare_names,
     both_by_name,
     in_words,
+    keys_apart,
+    kind_of,
     numbers_as_text,
     same_value,
     shared,
@@ -290,7 +292,7 @@ class _Comparing:
                 self.likes(name, mine, theirs)
                 continue
             inside = contents(x), contents(y)
-            if None in inside or _type_of_record(x) != _type_of_record(y):
+            if None in inside or kind_of(x) != kind_of(y):
                 self.value(name, x, y)
             elif (id(x), id(y)) not in seen:
                 seen.add((id(x), id(y)))
@@ -298,7 +300,9 @@ class _Comparing:
                     if numbers_as_text(*both):
                         self.text_keys[side].append(name)
                 pair = both_by_name(x, y, self.bare)
-                below = list(self._below(f"{name}." if name else "", *pair, apart))
+                begin = f"{name}." if name else ""
+                below = [(begin + key, one, other) for key, one, other in keys_apart(x, y)]
+                below += self._below(begin, *pair, apart)
                 left -= sum(len(path) for path, _, _ in below)
                 if left < 0:
                     raise Unsupported(self.a.path, "its dotted names need too much memory")
@@ -355,10 +359,6 @@ class _Comparing:
         seen, gained, same = self.tensors_seen, self.gained, self.same_files
         keyed = map(tuple, self.text_keys)
         return Comparison(only_a, only_b, changed, seen, *self.aside, gained, tolerated, same, *keyed)
-
-
-def _type_of_record(value: object) -> str:
-    return value.type_name if isinstance(value, Record) else ""
 
 
 def _as_tensor(value: object) -> TensorRef | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 
 from ..checkpoint.dotted_names import contents
 from ..checkpoint.rebuilt_tensors import special_tensor
-from ..inert_pickle.values import Record, container_name, in_brief, tensor_of
+from ..inert_pickle.values import Global, Record, container_name, in_brief, tensor_of
 from ..transforms.wrappers import WRAPPERS
 
 WRAPPER = re.compile(rf"(^|\.)(?:{'|'.join(map(re.escape, WRAPPERS))})+")
@@ -148,18 +148,50 @@ def both_by_name(
     return {name: element for element, name in names.items()}, theirs
 
 
+def kind_of(value: object) -> str:
+    """Return what two containers have in common: the type of objects; a dict, a list or tuple, or a set."""
+    name = value.type_name if isinstance(value, Record) else container_name(value)
+    return {"tuple": "list", "frozenset": "set"}.get(name, name)
+
+
+def keys_apart(x: object, y: object) -> Iterator[tuple[str, object, object]]:
+    """Yield the keys that names don't tell whole, such as numbers of NumPy, in pairs that may differ."""
+    for one, other in zip(_untold(x), _untold(y), strict=False):  # another count shows in the names
+        if one != other:
+            yield f"{in_brief(one)} (key)", one, other
+
+
+def _untold(container: object) -> list[object]:
+    items = container.items if isinstance(container, Record) else ()
+    keys = container if isinstance(container, dict) else (key for key, _ in items)
+    return sorted((key for key in keys if not _is_told(key)), key=in_brief)
+
+
+def _is_told(key: object) -> bool:
+    is_short = not isinstance(key, int) or key.bit_length() <= 256
+    return isinstance(key, str | int | float | type(None) | Global) and is_short
+
+
 def _by_name(container: object, bare: Bare) -> dict[str, object]:
     """Return a container's entries by name; where two names coincide (0 and '0'), the later is marked."""
     found: dict[str, object] = {}
     repeats: Counter[str] = Counter()  # of taken names, so that many equal ones take no longer
-    for name, value in contents(container) or ():
-        if name is None:
-            if isinstance(container, Record):  # an object's attributes
-                found.update(_by_name(value, bare) if isinstance(value, dict) else {"": value})
-            continue
+    for name, value in _entries(container):
         name = wanted = bare(name)
         while name in found:
             repeats[wanted] += 1
             name = f"{wanted}'{repeats[wanted]}"
         found[name] = value
     return found
+
+
+def _entries(container: object) -> Iterator[tuple[str, object]]:
+    """Yield a container's entries and its attributes, but for the versions of modules."""
+    for name, value in contents(container) or ():
+        if name is not None:
+            yield name, value
+        elif not isinstance(value, dict):
+            yield "", value
+        else:
+            is_object = isinstance(container, Record)
+            yield from ((key, item) for key, item in _entries(value) if is_object or key != "_metadata")

@@ -9,7 +9,6 @@ Source: `_NormBase._load_from_state_dict` in torch's `nn/modules/batchnorm.py`.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.module_kinds import KINDS_TEXT, kinds_in, kinds_text
 from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
@@ -32,7 +32,6 @@ OF_BATCHNORM = {*WITHOUT_STATISTICS, MEAN, VARIANCE, COUNTER}
 KINDS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 KIND = "kind"  # the key of a recorded kind in `_metadata`
-TEXT = "batchnorm.kinds"  # that in a safetensors header
 
 
 def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
@@ -90,13 +89,7 @@ def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
 
 def recorded_kinds(checkpoint: Checkpoint, state: State) -> dict[str, str]:
     """Return layer -> kind, as a conversion has recorded it in a file; ignore any other values there."""
-    recorded: dict[object, object] = {}
-    try:
-        text = json.loads(checkpoint.metadata.get(TEXT, "{}"))
-    except (ValueError, RecursionError):
-        text = None
-    if isinstance(text, dict):
-        recorded.update(text)
+    recorded: dict[object, object] = {**kinds_in(checkpoint.metadata)}
     for path, entry in (state.versions or {}).items():
         if isinstance(entry, dict) and KIND in entry:
             recorded[path] = entry[KIND]
@@ -262,8 +255,8 @@ def zero(like: Storage) -> TensorRef:
 
 def _text(metadata: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
     """Return the text of a safetensors header with these kinds recorded, or with no record for none."""
-    new = {name: value for name, value in metadata.items() if name != TEXT}
-    return {**new, TEXT: json.dumps(dict(kinds), sort_keys=True)} if kinds else new
+    new = {name: value for name, value in metadata.items() if name != KINDS_TEXT}
+    return {**new, KINDS_TEXT: kinds_text(kinds)} if kinds else new
 
 
 def _none(checkpoint: Checkpoint, state: State) -> NothingToDo:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.digested import digest_of_value
 from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
@@ -147,12 +148,13 @@ def _keeping(names: Sequence[str]) -> str:
 
 
 def _described(state: State, of_batchnorm: set[str]) -> dict[str, tuple[object, ...]]:
-    """Return what must be equal: all dtypes and shapes, and the values of all but BatchNorm's own keys."""
+    """Return what must be equal: all forms, entries that are no tensors, and values but BatchNorm's own."""
     others = {name: tensor for name, tensor in state.tensors.items() if name not in of_batchnorm}
     values = dict(tensor_digests(others))
-    return {
+    described: dict[str, tuple[object, ...]] = {
         name: (tensor.dtype.name, tensor.shape, values.get(name)) for name, tensor in state.tensors.items()
     }
+    return described | {name: (digest_of_value(value),) for name, value in state.others.items()}
 
 
 def _pooled_layer(

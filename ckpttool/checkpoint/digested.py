@@ -1,12 +1,17 @@
-"""What the digest of a state covers: its tensors, and the parts of those that are not plain ones."""
+"""Digests of what is in a state: its tensors with the parts of special ones, and any other value."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from ..errors import Refused
+from ..files.digest import digest
+from ..inert_pickle.values import TooDeep
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, TensorRef
+from .dotted_names import TooManyNames
+from .full_encoding import Unholdable, encode
 from .special_tensors import SpecialTensor, require_plain
 from .state import State
 
@@ -26,6 +31,15 @@ def with_parts(path: str, state: State) -> dict[str, TensorRef]:
                 raise Refused(path, f"'{name}:{part}' is both a tensor and a part of one")
             tensors[f"{name}:{part}"] = tensor
     return tensors
+
+
+def digest_of_value(value: object) -> str | None:
+    """Return the digest of any value, such as a number; None where `--full` could not hold it."""
+    try:
+        flat = encode(value)
+    except (TooDeep, TooManyNames, Unholdable):
+        return None
+    return hashlib.sha256(f"{digest(flat.tensors)}{flat.text}".encode()).hexdigest()
 
 
 def _parts(path: str, like: SpecialTensor) -> Iterator[tuple[str, TensorRef]]:

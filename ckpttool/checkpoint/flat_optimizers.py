@@ -52,21 +52,37 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": in_order | state, "param_groups": [*groups.values()]}
 
 
+class Unflattenable(ValueError):
+    """What a flat state can't hold; the message reads on after "the optimizer"."""
+
+
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state that is keyed by names as torch flattens it."""
+    """Return a state that is keyed by names as torch flattens it. Raises Unflattenable."""
     flat = {}
     for name, entry in optimizer["state"].items():
         todo = [(f"{STATE}{name}", entry)]
         while todo:
             key, value = todo.pop()
             if isinstance(value, dict):
+                _require_flattenable(key, value, may_be_empty=value is entry)
                 todo += [(f"{key}.{step}", inner) for step, inner in reversed(value.items())]
             else:
                 flat[key] = value
-    for group in optimizer["param_groups"]:
+    for number, group in enumerate(optimizer["param_groups"]):
+        _require_flattenable(f"{GROUPS}{number}", group, may_be_empty=True)
         for name in group["params"]:
             flat |= {f"{GROUPS}{name}.{key}": value for key, value in group.items() if key != "params"}
     return flat
+
+
+def _require_flattenable(where: str, value: Mapping[Any, Any], *, may_be_empty: bool) -> None:
+    """Check that a dict can be made again from the dotted names of its entries."""
+    if not (value or may_be_empty):
+        raise Unflattenable(f"keeps an empty dict as '{where[:80]}', which a flat state can't hold")
+    for key in value:
+        if not isinstance(key, str) or "." in key:
+            what = f"keeps '{in_brief(key)[:80]}' ({type(key).__name__}) in '{where[:80]}'"
+            raise Unflattenable(f"{what}, and the keys of a flat state are text without dots")
 
 
 def parameters(flat: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from ..inert_pickle.values import Record
 from ..tensors.ref import TensorRef
-from .dotted_names import Container, Path, follow, holds_only_tensors, is_tensor
+from .dotted_names import EXTRA_STATE, Container, Path, follow, holds_only_tensors, is_tensor
 from .flat_optimizers import is_flat
 from .pickled_modules import is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
@@ -95,7 +95,8 @@ def candidates(root: object) -> Iterator[Path]:
                 if nested or all_tensors(value.values()):
                     continue
                 items = ((key, item) for key, item in value.items() if isinstance(item, inside))
-                below.extend(((*path, key), item) for key, item in items if isinstance(key, str))
+                named = ((key, item) for key, item in items if isinstance(key, str))
+                below.extend(((*path, key), item) for key, item in named if not key.endswith(EXTRA_STATE))
         level = below
 
 

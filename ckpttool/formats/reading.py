@@ -105,7 +105,7 @@ def _ready(checkpoint: Checkpoint) -> Checkpoint:
 
 def _open(name: str) -> Checkpoint:
     """Open a checkpoint; what deltas make of one if it is a delta, or the name is `BASE+DELTA…`."""
-    first, *others = deltas.split(name)
+    first, *others = map(canonical, deltas.split(name))
     checkpoint = _open_alone(first)
     if not others and not is_delta(checkpoint):
         return checkpoint

@@ -14,13 +14,13 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from ..checkpoint import full_json
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, Remark
 from ..errors import Damaged, Unreadable, Unsupported
 from ..files.commit import writing_into
 from ..files.copying import Output, settle_together
@@ -81,6 +81,8 @@ def read(source: Source) -> Checkpoint:
     kind, shards = _read_shards(source, wanted)
     state, facts = _joined(source, shards, wanted), index.get("metadata")
     whole = _whole(source, kind, shards, state)
+    remarks = (Remark(like.pattern, what) for like, what in _gaps(wanted))
+    whole = replace(whole, remarks=(*whole.remarks, *remarks))
     if facts is None:
         return whole
     ties = facts.get(TIES, {}) if isinstance(facts, dict) else None
@@ -96,6 +98,16 @@ def read(source: Source) -> Checkpoint:
         return whole
     tree, protocol = full_json.decode_entry(source.path, state, text)
     return replace(whole, tree=tree, protocol=protocol)
+
+
+def _gaps(names: Iterable[str]) -> Iterator[tuple[Series, str]]:
+    """Yield the series of shards of which an index names some and not all."""
+    for like, numbers in series_in(names).items():
+        if like.total and (missing := like.missing(numbers)):
+            yield (
+                like,
+                f"are {like.total} shards, and the index does not name number {', '.join(map(str, missing))}",
+            )
 
 
 def alone_among(names: Collection[str]) -> list[str]:

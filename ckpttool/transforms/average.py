@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.digested import digest_of_value
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
@@ -39,7 +40,8 @@ class Averaged:
         files: the number of inputs, without the base.
         averaged: names of the tensors that hold means, or what else the method makes.
         kept: names of integer and boolean tensors that are the same in all files.
-        taken: names of integer and boolean tensors that differ, and are taken from the last file.
+        taken: names of integer and boolean tensors, and of entries that are no tensors, that differ: they are
+            taken from the last file.
         statistics: names of BatchNorm's running statistics among the means. An averaged model has others of
             its own, which only data can give.
         parallel: names of the tensors between which SLERP was linear, complete once the result is saved.
@@ -71,8 +73,9 @@ def average(
     """Return a checkpoint of the model's state alone, whose values are means, computed when they are written.
 
     Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean` states
-    what that guarantees. Integers and booleans, such as BatchNorm's counters, are never averaged: when the
-    files differ, the last one's are taken. Names that share a tensor in every file share it in the result.
+    what that guarantees. Integers and booleans, such as BatchNorm's counters, are never averaged, nor is what
+    is no tensor: when the files differ, the last one's are taken. Names that share a tensor in every file
+    share it in the result.
 
     The other methods compute in float64 and round once; `merging.methods` has their formulas.
 
@@ -145,9 +148,11 @@ def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
 def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> None:
     hint = f"ckpttool diff --model-only {shlex.quote(one.path)} {shlex.quote(other.path)}"
     for mine, theirs, has, lacks in ((a, b, one, other), (b, a, other, one)):
-        if absent := [name for name in mine.tensors if name not in theirs.tensors]:
+        if absent := [str(name) for name in mine.container if name not in theirs.container]:
             hint = stripping(one.path, a, b) or stripping(other.path, b, a) or hint
             raise Refused(lacks.path, f"has no '{absent[0]}', which {has.path} has", hint=hint)
+        if odd := [name for name in mine.tensors if name not in theirs.tensors]:
+            raise Refused(lacks.path, f"'{odd[0]}' is no tensor, as it is in {has.path}", hint=hint)
     for name, tensor in a.tensors.items():
         against = b.tensors[name]
         if (tensor.dtype, tensor.shape) != (against.dtype, against.shape):
@@ -169,7 +174,12 @@ class _Averaging:
     def entry(self, name: str, value: object) -> object:
         """Return the result's value for an entry of the last file's state."""
         last = plain_tensor(value)
-        return value if last is None else with_plain_tensor(value, self.tensor(name, last))
+        if last is not None:
+            return with_plain_tensor(value, self.tensor(name, last))
+        own = digest_of_value(value)
+        if own is None or any(digest_of_value(state.others.get(name)) != own for state in self.states[:-1]):
+            self.taken.append(name)
+        return value
 
     def tensor(self, name: str, last: TensorRef) -> TensorRef:
         inputs = [state.tensors[name] for state in self.states]

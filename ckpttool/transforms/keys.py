@@ -1,7 +1,7 @@
 """Checkpoints under other names: wrappers' prefixes stripped or added, and keys renamed by expressions.
 
-A renaming covers everything that carries the names: the state and its copies, torch's `_metadata`, and the
-parameter names inside optimizers.
+A renaming covers everything that carries the names: the state and its copies, torch's `_metadata`, the kinds
+of BatchNorm layers in a safetensors header, and the parameter names inside optimizers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.dotted_names import follow
+from ..checkpoint.module_kinds import KINDS_TEXT, kinds_in, kinds_text
 from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
@@ -175,12 +176,20 @@ def _others(checkpoint: Checkpoint, state: State) -> list[State]:
 
 
 def with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
-    """Return a state and, if it is not named, the others that share most of their names with it: averages."""
+    """Return a state and, if it is not named, its copies, such as averages of all or some parameters."""
     state = checkpoint.state(where)
-    mine = state.tensors.keys()
     others = _others(checkpoint, state) if where is None else []
-    names = ((other, other.tensors.keys()) for other in others)
-    return [state, *(other for other, its in names if 2 * len(mine & its) > max(len(mine), len(its)))]
+    return [state, *(other for other in others if _is_copy(other, state))]
+
+
+def _is_copy(other: State, state: State) -> bool:
+    """Return whether two states share most names, or one has nothing but tensors of the other's forms."""
+    mine, its = state.tensors.keys(), other.tensors.keys()
+    if 2 * len(mine & its) > max(len(mine), len(its)):
+        return True
+    return (
+        bool(its) and its <= mine and all(state[name].shape == tensor.shape for name, tensor in other.items())
+    )
 
 
 def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[State]) -> NothingToDo:
@@ -227,7 +236,16 @@ def _apply(
 
     also = {other.where: theirs for other, theirs in others}
     changed = checkpoint.changed(state, change, [other for other, _ in others])
-    return changed, replace(renaming, also=also)
+    texts = _renamed_kinds(checkpoint.metadata, renaming)
+    return replace(changed, metadata=texts), replace(renaming, also=also)
+
+
+def _renamed_kinds(metadata: Mapping[str, str], renaming: Renaming) -> Mapping[str, str]:
+    """Return the text of a safetensors header with layers under their new paths in the record of kinds."""
+    if not (kinds := kinds_in(metadata)):
+        return metadata
+    module = renaming.modules()
+    return {**metadata, KINDS_TEXT: kinds_text({module(path): kind for path, kind in kinds.items()})}
 
 
 def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, object]) -> dict[object, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -160,51 +160,61 @@ def with_metadata(
 def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     """Return a checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
 
+    A dict that is in other places too stays whole there.
+
     Args:
         checkpoint: the checkpoint; it stays as it is.
         names: dotted names of entries of dicts.
 
     Raises:
         NothingToDo: no dict has such an entry.
-        Refused: the tree is nested too deeply to be copied.
 
     Example:
         >>> with ckpttool.open("last.pt") as checkpoint:
         ...     list(ckpttool.drop(checkpoint, ["optimizer"]).tree)
         ['model', 'epoch']
     """
-    doomed: dict[int, set[object]] = {}
+    paths: list[Keys] = []
     for name in names:
-        entry = _entry(checkpoint.tree, name)
-        if entry is None:
+        if not (path := _path(checkpoint.tree, name)):
             hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
             raise NothingToDo(f"{checkpoint.path}: holds nothing named '{name}'", hint=hint)
-        doomed.setdefault(id(entry[0]), set()).add(entry[1])
-
-    def change(value: Any) -> Any:
-        names = doomed.get(id(value))
-        if names is None:
-            return value
-        return remade(value, ((key, item) for key, item in value.items() if key not in names))
-
-    return checkpoint.rebuilt(change)
+        paths.append(path)
+    return replace(checkpoint, tree=_without(checkpoint.tree, paths))
 
 
-def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | None:
-    """Return the dict and key that a dotted name leads to; keys may contain dots, or be numbers."""
+Keys = tuple[Any, ...]  # of dicts, and places in lists
+
+
+def _path(tree: object, name: str) -> Keys:
+    """Return the keys that a dotted name leads along; none if it leads nowhere."""
+    # Keys may contain dots, or be numbers.
     tried: set[tuple[int, str]] = set()
-    stack: list[tuple[object, str]] = [(tree, name)]
+    stack: list[tuple[Keys, object, str]] = [((), tree, name)]
     while stack:
-        value, rest = stack.pop()
+        path, value, rest = stack.pop()
         if (id(value), rest) in tried or not isinstance(value, dict | list | tuple):
             continue
         tried.add((id(value), rest))
         if isinstance(value, dict) and (found := [key for key in value if str(key) == rest]):
-            return value, found[0]
+            return (*path, found[0])
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        below = ((item, f"{key}.") for key, item in items)
-        stack += [(item, rest[len(start) :]) for item, start in below if rest.startswith(start)]
-    return None
+        below = ((key, item, f"{key}.") for key, item in items)
+        stack += [((*path, key), item, rest[len(s) :]) for key, item, s in below if rest.startswith(s)]
+    return ()
+
+
+def _without(value: Any, paths: Sequence[Keys]) -> Any:
+    """Return a container without what paths in it lead to. What else refers to it still has that."""
+    below: dict[Any, list[Keys]] = {}
+    for first, *rest in paths:
+        below.setdefault(first, []).append((*rest,))
+    gone = {key for key, rests in below.items() if () in rests}
+    items = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+    kept = [
+        (key, _without(item, below[key]) if key in below else item) for key, item in items if key not in gone
+    ]
+    return remade(value, kept) if isinstance(value, dict) else type(value)(item for _, item in kept)
 
 
 @takes_checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +248,54 @@ def test_numbers_that_became_text_as_keys_are_the_same_and_said(folder: Path) ->
     assert (found.same, found.text_keys_a, found.text_keys_b) == (True, (), ("optimizer.state",))
     assert compared(folder, b, a).text_keys_a == ("optimizer.state",)
     assert compared(folder, b, b).text_keys_b == compared(folder, a, a).text_keys_b == ()
+
+
+LONG = {bytes(90) + end: 1 for end in (b"a", b"b")}, {bytes(90) + end: 1 for end in (b"a", b"c")}
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({np.int64(0): 1, np.int64(1): 2}, {np.int64(0): 1, np.int64(2): 2}),
+        ({torch.device("cpu"): 1}, {torch.device("meta"): 1}),
+        ({((0, 1), 2): 1}, {((0, 1), 3): 1}),
+        ({tuple(range(9)): 1}, {tuple(range(1, 10)): 1}),
+        ({("a, b",): 1}, {("a", "b"): 1}),
+        ({frozenset({1}): 1}, {frozenset({2}): 1}),
+        ({1j: 1, 2j: 1}, {1j: 1, 3j: 1}),
+        ({2**300: 1}, {2**300 + 1: 1}),
+        (defaultdict(int, {np.int64(3): 1}), defaultdict(int, {np.int64(4): 1})),
+        LONG,
+    ],
+    ids=lambda tree: str(list(tree)[-1])[-20:],
+)
+def test_keys_that_a_short_text_tells_only_in_part_are_compared_whole(a: Any, b: Any, folder: Path) -> None:
+    model = {"w": torch.ones(2)}
+    assert not compared(folder, {"model": model, "x": a}, {"model": model, "x": b}).same
+    assert not compared(folder, {"x": [a]}, {"x": [b]}).same
+    assert compared(folder, {"model": model, "x": a}, {"model": model, "x": a}).same
+
+
+def test_keys_that_are_tuples_are_the_same_in_any_order(folder: Path) -> None:
+    keys = [(0, 1), ("a", 2), (0, 1, 2)]
+    assert compared(folder, {"x": dict.fromkeys(keys)}, {"x": dict.fromkeys(reversed(keys))}).same
+
+
+@pytest.mark.parametrize(("a", "b"), [([1], {"0": 1}), ([], {}), ({1}, [1]), (frozenset(), ())], ids=str)
+def test_a_list_is_no_dict_and_no_set(a: Any, b: Any, folder: Path) -> None:
+    found = compared(folder, {"x": a}, {"x": b})
+    assert [(change.name, change.why) for change in found.changed] == [("x", "type")]
+
+
+def test_attributes_of_an_ordered_dict_are_compared_but_for_module_versions(folder: Path) -> None:
+    trees = [OrderedDict(a=1) for _ in range(3)]
+    vars(trees[0]).update(note=1, _metadata={"": {"version": 1}})
+    vars(trees[1]).update(note=2)
+    vars(trees[2]).update(note=1)
+    a, b, c = ({"x": tree} for tree in trees)
+    assert [change.name for change in compared(folder, a, b).changed] == ["x.note"]
+    assert compared(folder, a, c).same
+    assert compared(folder, a, {"x": {"a": 1}}).only_a == ("x.note",)
 
 
 def test_a_dict_with_a_number_and_its_text_as_keys_is_like_itself(folder: Path) -> None:

@@ -322,7 +322,8 @@ def test_ranks_that_together_have_one_value_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("0.weight", torch.zeros(3, 1, 3, 3).double()), ("more", torch.ones(1)), ("0.bias", None)]
+    "name, value",
+    [("0.weight", torch.zeros(3, 1, 3, 3).double()), ("more", torch.ones(1)), ("0.bias", None), ("n", 3)],
 )
 def test_ranks_that_differ_in_anything_else_are_refused_by_name(
     name: str, value: Any, tmp_path: Path

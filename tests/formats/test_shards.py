@@ -272,6 +272,20 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(what: str, tmp_path:
     refused(sharded(tmp_path / "m", shards, weight_map=told), *said)
 
 
+def test_an_index_that_names_some_shards_of_a_series_is_a_problem(cli: Cli, tmp_path: Path) -> None:
+    files = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    for number, file in enumerate(files):
+        save_file({f"w{number}": torch.ones(2)}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w0": files[0], "w1": files[1]}}))
+    (problem,) = ckpttool.verify(tmp_path).problems
+    said = "are 3 shards, and the index does not name number 3"
+    assert (problem.name, problem.message) == ("model-*.safetensors", said)
+    assert f"model-*.safetensors: {said}" in cli("inspect", tmp_path).out
+    index.write_text(json.dumps({"weight_map": {f"w{number}": file for number, file in enumerate(files)}}))
+    assert ckpttool.verify(tmp_path).ok
+
+
 def test_two_names_of_one_file_are_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", {FIRST: WHOLE}, weight_map=TOLD)
     (folder / SECOND).symlink_to(FIRST)

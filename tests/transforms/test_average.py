@@ -159,6 +159,26 @@ def test_only_the_state_is_averaged_and_counters_come_from_the_last_file(tmp_pat
     assert (done.files, done.averaged, done.kept, done.taken) == (3, ("w",), ("m",), ("n",))
 
 
+def test_entries_that_are_no_tensors_come_from_the_last_file_and_those_that_differ_are_named(
+    tmp_path: Path,
+) -> None:
+    def tree(scale: float) -> Any:
+        same = {"n": 3, "shape": (1, 2), "z": 1j}
+        return {"w": torch.ones(2), "scale": scale, "nested": [torch.tensor(scale)], **same}
+
+    found, done = averaged(tmp_path, tree(0.5), tree(0.5), tree(0.25))
+    assert (found["scale"], found["nested"][0].item(), found["n"]) == (0.25, 0.25, 3)
+    assert set(done.taken) == {"scale", "nested"}
+    assert averaged(tmp_path, tree(-0.0), tree(0.0))[1].taken[0] == "scale"
+
+
+def test_a_number_in_the_place_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    trees = {"w": torch.ones(2), "n": torch.tensor(3)}, {"w": torch.ones(2), "n": 3}
+    for pair in (trees, trees[::-1]):
+        with pytest.raises(Refused, match="'n'"):
+            averaged(tmp_path, *pair)
+
+
 def test_an_average_of_a_file_with_itself_is_the_file_and_ties_stay_if_every_file_has_them(
     tmp_path: Path,
 ) -> None:
@@ -201,6 +221,7 @@ def test_the_mean_agrees_with_torch_averaged_model_and_running_statistics_are_li
         ({"w": torch.ones(2), "v": torch.ones(2)}, "has no 'v'"),
         ({"w": torch.ones(3)}, r"'w' is float32 \[2\], and float32 \[3\]"),
         ({"w": torch.ones(2).half()}, r"'w' is float32 \[2\], and float16 \[2\]"),
+        ({"w": torch.ones(2), "t": 0.5}, "has no 't'"),
     ],
 )
 def test_another_structure_is_refused(other: Any, said: str, tmp_path: Path) -> None:

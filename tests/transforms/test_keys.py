@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.errors import Collision, NothingToDo, UsageFault
@@ -279,6 +280,53 @@ def test_an_optimizer_keyed_by_name_follows_too(tmp_path: Path) -> None:
     found = rewritten(ckpttool.strip_prefix, tree, tmp_path)["optimizers"][0]
     assert list(found["state"]) == ["a", "other"]
     assert found["param_groups"] == [{"params": ["a", "other"], "lr": 1.0}]
+
+
+def test_an_optimizer_whose_names_are_in_tuples_follows_too(tmp_path: Path) -> None:
+    state = {"module.a": ONE, "module.b": ONE + 1}
+    groups = ({"lr": 0.1, "params": ("module.a", "module.b")}, {"params": []})
+    optimizer = {"state": {"module.b": {"step": 1}}, "param_groups": groups}
+    new, _ = ckpttool.strip_prefix(opened({"model": state, "optimizer": optimizer}, tmp_path))
+    wanted = {
+        "state": {"b": {"step": 1}},
+        "param_groups": ({"lr": 0.1, "params": ("a", "b")}, {"params": []}),
+    }
+    assert_same(wanted, loaded(new, tmp_path)["optimizer"])
+
+
+def test_what_a_module_keeps_as_its_extra_state_is_no_state_of_names(tmp_path: Path) -> None:
+    inner = {"module.amax": ONE}
+    new, renaming = ckpttool.strip_prefix(opened({"module.w": ONE, "module._extra_state": inner}, tmp_path))
+    assert_same({"w": ONE, "_extra_state": inner}, loaded(new, tmp_path))
+    assert not renaming.also
+
+
+def test_an_average_of_a_few_parameters_is_renamed_with_the_model(tmp_path: Path) -> None:
+    model = {**{f"backbone.{i}.weight": torch.ones(2) for i in range(8)}, "head.weight": torch.ones(3)}
+    other = {"head.weight": torch.ones(4)}  # of another shape: not this model's
+    tree = {"model": model, "ema": {"head.weight": torch.zeros(3)}, "gan": other, "none": OrderedDict()}
+    with opened(tree, tmp_path) as checkpoint:
+        new, renaming = ckpttool.rename_keys(checkpoint, [(r"^head\.", "classifier.")])
+        assert (list(new.tree["ema"]), list(new.tree["gan"])) == (["classifier.weight"], ["head.weight"])
+        assert {where: each.renamed for where, each in renaming.also.items()} == {"ema": 1}
+
+
+def test_the_kinds_of_batchnorm_layers_in_a_header_follow(tmp_path: Path) -> None:
+    kinds = '{"module.bn": "BatchNorm1d", "module.head.1": "BatchNorm2d", "module.seq.0": "BatchNorm3d"}'
+    tensors = {"module.bn.weight": ONE, "module.head.1.running_mean": ONE + 1}
+    save_file(tensors, tmp_path / "in.safetensors", metadata={"batchnorm.kinds": kinds, "note": "module.bn"})
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
+        new, _ = ckpttool.strip_prefix(checkpoint)
+        wanted = '{"bn": "BatchNorm1d", "head.1": "BatchNorm2d", "seq.0": "BatchNorm3d"}'
+        assert new.metadata == {"batchnorm.kinds": wanted, "note": "module.bn"}
+        assert ckpttool.add_prefix(new)[0].metadata == checkpoint.metadata
+
+
+@pytest.mark.parametrize("text", ["[]", "no JSON", "{}"])
+def test_what_is_no_record_of_kinds_stays_as_it_is(text: str, tmp_path: Path) -> None:
+    save_file({"module.w": ONE}, tmp_path / "in.safetensors", metadata={"batchnorm.kinds": text})
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
+        assert ckpttool.strip_prefix(checkpoint)[0].metadata == {"batchnorm.kinds": text}
 
 
 def test_everything_else_in_the_file_stays_as_it_is(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def average(job: Job, weights: list[float] | None, method: str, **settings: Any)
             outcome.casting = averaged.casting
         if averaged.taken:
             names = job.console.names(averaged.taken)
-            outcome.notes.append(f"integers that differ, taken from {last_path}: {names}")
+            outcome.notes.append(f"have no mean, and differ: taken from {last_path}: {names}")
         if averaged.statistics:
             outcome.notes.append(
                 f"{len(averaged.statistics)} running statistics of BatchNorm were averaged too; the averaged "

@@ -5,6 +5,7 @@ The numbers of rules come from a config beside the checkpoint, or from settings 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,11 +83,8 @@ def apply(
         NoState: the file holds no state, or none at `state`.
     """
     targets = with_copies(checkpoint, state) if optimizers else [checkpoint.state(state)]
-    places = [checkpoint.path, *(f"{checkpoint.path}, {copy.where}" for copy in targets[1:])]
-    mappings = [
-        StateMapping(place, target, rules, config or {})
-        for place, target in zip(places, targets, strict=True)
-    ]
+    mappings = [StateMapping(checkpoint.path, targets[0], rules, config or {})]
+    mappings += [_of_copy(checkpoint.path, copy, targets[0], rules, config or {}) for copy in targets[1:]]
     new = {id(each.state.container): each.container() for each in mappings}
     owners = Owners(checkpoint, targets)
 
@@ -105,6 +103,15 @@ def apply(
         require_unpacked(checkpoint, each.state, names=each.made_anew)
     casting = Overflows(reports=[report for each in mappings for report in each.reports])
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
+
+
+def _of_copy(path: str, copy: State, of: State, rules: Rules, config: Mapping[str, Any]) -> StateMapping:
+    try:
+        return StateMapping(f"{path}, {copy.where}", copy, rules, config)
+    except Refused as fault:
+        alone = f"as it is by --state {shlex.quote(of.where)}"
+        fault.hint = f"leave it out by --drop {shlex.quote(copy.where)}, or {alone}; {fault.hint}"
+        raise
 
 
 @takes_checkpoint

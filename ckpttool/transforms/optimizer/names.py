@@ -24,10 +24,11 @@ def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any
     new = remade(optimizer, optimizer.items())
     if isinstance(state := optimizer["state"], dict):
         new["state"] = remade(state, ((new_name(key), value) for key, value in state.items()))
-    if isinstance(groups := optimizer["param_groups"], list):
-        new["param_groups"] = [remade(g, g.items()) if isinstance(g, dict) else g for g in groups]
+    if isinstance(groups := optimizer["param_groups"], list | tuple):
+        copies = (remade(g, g.items()) if isinstance(g, dict) else g for g in groups)
+        new["param_groups"] = type(groups)(copies)
     for group, entry in _lists(new):
-        group[entry] = [*map(new_name, group[entry])]
+        group[entry] = type(group[entry])(map(new_name, group[entry]))
     return new
 
 
@@ -58,6 +59,7 @@ def _lists(optimizer: Any) -> Iterator[tuple[dict[Any, Any], str]]:
     """Yield the groups of an optimizer with the name of each list of parameters in them."""
     groups = optimizer["param_groups"]
     # `params` holds names where the state is keyed by them.
-    for group, entry in product(groups if isinstance(groups, list) else (), ("params", "param_names")):
-        if isinstance(group, dict) and isinstance(group.get(entry), list):
+    listed = groups if isinstance(groups, list | tuple) else ()
+    for group, entry in product(listed, ("params", "param_names")):
+        if isinstance(group, dict) and isinstance(group.get(entry), list | tuple):
             yield group, entry

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.flat_optimizers import as_nested, flattened, is_flat
+from ...checkpoint.flat_optimizers import Unflattenable, as_nested, flattened, is_flat
 from ...errors import NothingToDo, Refused, UsageFault
 from ...inert_pickle.values import remade
 from .parameters import Order, ParameterSource, check_shape
@@ -107,11 +107,11 @@ def _change(where: str, old: Any, source: ParameterSource, to: Form, file: str) 
         named, is_ordered = source.named(slots(optimizer), needed=to != "indices" or live is not None)
         groups, live_names = (named, set[str]()) if live is None else _in_order(named, live)
         moved = _moved(named, groups, optimizer["state"])
-    except BadOptimizer as fault:
-        hint = fault.hint
+        new = _with_keys(optimizer, groups, by_name=to != "indices")
+        new = flattened(new) if to == "flat" else new
+    except (BadOptimizer, Unflattenable) as fault:
+        hint = fault.hint if isinstance(fault, BadOptimizer) else "--to names keeps it"
         raise Refused(file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=hint) from None
-    new = _with_keys(optimizer, groups, by_name=to != "indices")
-    new = flattened(new) if to == "flat" else new
     return _Change(where, old, new, sum(map(len, groups)), moved, is_ordered, live_names)
 
 

@@ -59,6 +59,8 @@ def slots(optimizer: Mapping[Any, Any]) -> list[list[Slot]]:
     known = set(map(str, keys))
     if len(known) != len(keys):
         raise BadOptimizer("lists a parameter twice")
+    if twice := [key for key in state if type(key) is int and str(key) in state]:
+        raise BadOptimizer(f"keeps two states of parameter {twice[0]}: under the number and under its text")
     for key in state:
         if str(key) not in known:
             raise BadOptimizer(f"keeps state of '{str(key)[:80]}', which is in no group")

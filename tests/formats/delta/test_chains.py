@@ -58,6 +58,12 @@ def test_every_reading_command_takes_a_chain(chain: list[str], cli: Cli, name: s
         assert checkpoint.state()["b"].numpy().tobytes() == expected["b"].numpy().tobytes()
 
 
+def test_each_piece_of_a_chain_may_be_a_url_of_a_file(chain: list[str]) -> None:
+    pieces = ["0.safetensors", chain[0]]
+    name = "+".join(Path(piece).absolute().as_uri() for piece in pieces)
+    assert ckpttool.diff(name, "1.safetensors").identical
+
+
 def test_inspect_names_the_size_of_each_delta_and_of_its_base(chain: list[str], cli: Cli) -> None:
     files = ["d2.safetensors", "d1.safetensors", "0.safetensors"]
     sizes = {name: Path(name).stat().st_size for name in files}

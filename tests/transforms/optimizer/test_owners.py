@@ -175,3 +175,16 @@ def test_what_keeps_no_momentum_is_no_obstacle_to_another_form(cli: Cli, tmp_pat
     head = stepped(nn.ModuleDict({"out": model.get_submodule("out")}))
     saved({"model": model.state_dict(), "optimizer": head}, tmp_path / "in.pt")
     assert cli("convert", tmp_path / "in.pt", tmp_path / "a.pt", "--permute", "fc.weight=1,0").code == 0
+
+
+def test_a_map_that_does_not_fit_an_average_of_a_few_parameters_says_what_to_do_with_it(
+    tmp_path: Path,
+) -> None:
+    model = net().state_dict()
+    few = {name: model[name] for name in ("out.weight", "out.bias")}
+    checkpoint = opened({"model": model, "ema": few}, tmp_path)
+    with pytest.raises(Refused, match=r"in.pt, ema: the rule .* finds no tensor") as caught:
+        apply(checkpoint, rules_in(RULES))
+    assert str(caught.value.hint).startswith("leave it out by --drop ema, or as it is by --state model; ")
+    new, _ = apply(checkpoint, rules_in(RULES), state="model")
+    assert (list(new.tree["ema"]), "lin.weight" in new.tree["model"]) == ([*few], True)

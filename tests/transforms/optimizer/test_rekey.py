@@ -16,7 +16,7 @@ from ckpttool.errors import NothingToDo, Refused, UsageFault
 from ckpttool.inert_pickle.values import OrderedDict_
 from ckpttool.transforms.optimizer.names import rename_parameters
 from ckpttool.transforms.optimizer.parameters import by_shapes, in_order
-from ckpttool.transforms.optimizer.rekey import to_indices, to_names
+from ckpttool.transforms.optimizer.rekey import rekeyed, to_indices, to_names
 from ckpttool.transforms.optimizer.slots import Misfit, mismatched_order
 from tests.support.comparing import assert_same
 from tests.support.saved import loaded, opened, prefixed
@@ -448,3 +448,35 @@ def test_an_assignment_in_any_order_is_certain_exactly_when_it_is_the_only_one(
     found = by_shapes(places, named)
     assert set(found) <= every
     assert len(found) == min(len(every), 2)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"d": {0: torch.ones(1)}}, r"keeps '0' \(int\) in 'state.a.d'"),
+        ({"d": {"x.y": torch.ones(1)}}, r"keeps 'x.y' \(str\) in 'state.a.d'"),
+        ({"x.y": torch.ones(1)}, r"keeps 'x.y' \(str\) in 'state.a'"),
+        ({"step": 1, "d": {"e": {}}}, "keeps an empty dict as 'state.a.d.e'"),
+    ],
+)
+def test_what_a_flat_state_can_not_give_back_is_refused_by_name(
+    entry: Any, said: str, tmp_path: Path
+) -> None:
+    optimizer = {"state": {"a": entry}, "param_groups": group(["a"])}
+    with pytest.raises(Refused, match=said) as caught:
+        rekeyed(opened({"model": {"a": torch.ones(2)}, "optimizer": optimizer}, tmp_path), "flat")
+    assert caught.value.hint == "--to names keeps it"
+
+
+@pytest.mark.parametrize("to", ["names", "indices", "flat"])
+def test_a_state_under_a_number_and_another_under_its_text_is_refused(to: Any, tmp_path: Path) -> None:
+    state = {0: {"exp_avg": torch.ones(2)}, "0": {"exp_avg": torch.zeros(2)}}
+    tree = {"model": {"a": torch.ones(2)}, "optimizer": {"state": state, "param_groups": group([0], "a")}}
+    with pytest.raises(Refused, match="keeps two states of parameter 0"):
+        rekeyed(opened(tree, tmp_path), to)
+
+
+def test_settings_that_a_flat_state_can_not_give_back_are_refused_by_name(tmp_path: Path) -> None:
+    optimizer = {"state": {"a": {}}, "param_groups": group(["a"], **{"x.y": 1})}
+    with pytest.raises(Refused, match=r"keeps 'x.y' \(str\) in 'param_groups.0'"):
+        rekeyed(opened({"model": {"a": torch.ones(2)}, "optimizer": optimizer}, tmp_path), "flat")
