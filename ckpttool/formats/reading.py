@@ -85,9 +85,8 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         ...     [name for name, tensor in checkpoint.state().items() if tensor.dtype.name == "int64"]
         ['module.1.num_batches_tracked']
     """
-    name = canonical(os.fspath(path))
     with places.visit():
-        return _ready(_open(name))
+        return _ready(_open(os.fspath(path)))
 
 
 def open_alone(path: str) -> Checkpoint:
@@ -109,7 +108,7 @@ def _open(name: str) -> Checkpoint:
     checkpoint = _open_alone(first)
     if not others and not is_delta(checkpoint):
         return checkpoint
-    return deltas.chained(name, checkpoint, others, _open_alone)
+    return deltas.chained("+".join([first, *others]), checkpoint, others, _open_alone)
 
 
 def _open_alone(name: str) -> Checkpoint:

@@ -358,6 +358,15 @@ def test_names_with_odd_characters_are_read(server: RangeServer, tmp_path: Path)
             assert checkpoint.state()["w"].numpy().tolist() == [float(number)] * 3
 
 
+def test_a_base_and_a_delta_with_odd_characters_are_read(server: RangeServer, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    for number, name in enumerate(("c#%23.pt", "new.pt")):
+        torch.save({"w": torch.full((3,), float(number))}, folder / name)
+    ckpttool.delta(folder / "c#%23.pt", folder / "new.pt", folder / "e?f.safetensors")
+    with ckpttool.open(f"{server.url}/c%23%2523.pt+{server.url}/e%3Ff.safetensors") as checkpoint:
+        assert checkpoint.state()["w"].numpy().tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize(
     "name", ["../a.safetensors", "http://127.0.0.2/a.safetensors", "/a.safetensors", "b\\c"]
 )

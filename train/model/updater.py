@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from ckpttool.distributed import collectives
@@ -116,9 +117,10 @@ class Ema:
         self.updates = state["updates"]
 
     def _values(self) -> dict[str, Tensor]:
-        # Themselves, not copies.
-        state = self.model.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        # Themselves, not copies; what `get_extra_state` returns is made anew each time, and has no average.
+        state = self.model.state_dict(keep_vars=True).items()
+        own = (pair for pair in state if not pair[0].endswith(_EXTRA_STATE_KEY_SUFFIX))
+        return {name: value for name, value in own if isinstance(value, Tensor)}
 
     def _require_own_weights(self) -> None:
         if self._swapped:

@@ -36,6 +36,14 @@ class Kept(Counting):
         self.passes = state["passes"]
 
 
+class AsTensor(Counting):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.passes)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.passes = int(state)
+
+
 class Unread(Kept):
     def get_extra_state(self) -> Any:
         return {"passes": Counting}
@@ -99,10 +107,12 @@ def test_extra_state_that_no_resume_could_restore_is_refused(make, said):
         check(make)
 
 
-def test_a_run_with_extra_state_goes_on_bit_for_bit(run_ranks, tmp_path):
-    run_ranks(1, runs.run, Kept, str(tmp_path / "whole"), runs.OFTEN)
-    stopped = {"resume": str(tmp_path / "whole" / "step-000002.pt")}
-    assert "continues from" in run_ranks(1, runs.run, Kept, str(tmp_path / "rest"), stopped)[0]
+@pytest.mark.parametrize(("make", "settings"), [(Kept, {}), (AsTensor, {"ema": 0.9})], ids=["", "with --ema"])
+def test_a_run_with_extra_state_goes_on_bit_for_bit(run_ranks, tmp_path, make, settings):
+    run_ranks(1, runs.run, make, str(tmp_path / "whole"), {**settings, **runs.OFTEN})
+    stopped = {**settings, "resume": str(tmp_path / "whole" / "step-000002.pt")}
+    assert "continues from" in run_ranks(1, runs.run, make, str(tmp_path / "rest"), stopped)[0]
     ends = [runs.read(tmp_path / name / "last.pt") for name in ("whole", "rest")]
     assert runs.different(*ends) == []
-    assert ends[0]["model"]["module._extra_state"]["passes"] >= runs.STEPS
+    kept = ends[0]["model"]["module._extra_state"]
+    assert (kept["passes"] if make is Kept else int(kept)) >= runs.STEPS
