@@ -271,7 +271,7 @@ raise SystemExit(cli.run(["inspect", path]))
 """
 
 
-@pytest.mark.covered(lambda kind, left: left == 100)
+@pytest.mark.covered(lambda kind, left: left == 100 or (kind, left) in (("tar", 0), ("legacy", 5000)))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "left"), [("zip", 0), *((kind, left) for kind in ("legacy", "tar") for left in (0, 100, 5000))]

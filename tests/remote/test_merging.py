@@ -42,7 +42,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.covered(lambda output: output in ("pt", "cast"))
+@pytest.mark.covered(lambda output: output in ("pt", "cast", "shards"))
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_the_files_of_ranks_are_each_read_once_and_front_to_back(
     output: str, ranks: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ def test_the_published_resnet20_gets_776_of_846_right_and_rank_0_alone_reads_it(
         assert answer["accuracy"] == 776 / 846
 
 
+@pytest.mark.covered(lambda data: data == "fake:150")
 @pytest.mark.parametrize("data", ["fake:150", "fake:10"])
 def test_any_number_of_ranks_gives_the_same_digits(run_ranks, saved, data):
     """Of several batches, and of two samples: fewer than ranks."""

@@ -54,7 +54,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
 
 
-FROM_BOTH = ["divided, all", "pooled, all"]
+FROM_BOTH = ["divided, all"]
 RESUMED = [(option, (2,)) for option in [*OPTIONS, *ALSO_RESUMED] if option not in [*COVERED, *FROM_BOTH]]
 RESUMED += [(option, (2, 3)) for option in FROM_BOTH]
 OTHERS = [(option, (2, 3)) for option in [*OPTIONS, *ALSO_RESUMED] if (option, (2, 3)) not in RESUMED]

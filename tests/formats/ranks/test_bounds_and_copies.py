@@ -90,6 +90,7 @@ def test_a_piece_of_many_boxes_is_refused(tmp_path: Path) -> None:
     refuses(changed(split(tmp_path, {"w": torch.zeros(4, 2)}), cut), "more pieces than its bytes")
 
 
+@pytest.mark.long
 def test_many_large_meshes_are_refused(tmp_path: Path) -> None:
     state = {f"w{i}": torch.zeros(4, 2) + i for i in range(200)}
     ranks = tuple(range(MANY))

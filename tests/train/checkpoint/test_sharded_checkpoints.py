@@ -77,7 +77,7 @@ MOVES = {
 }
 
 
-@pytest.mark.covered(lambda move: move not in ("without --shard", "groups"))
+@pytest.mark.covered(lambda move: move != "without --shard")
 @pytest.mark.parametrize("move", MOVES)
 def test_a_run_goes_on_with_other_ranks_units_and_meshes_and_without_shard(run_ranks, tmp_path, whole, move):
     size, settings, bound = MOVES[move]

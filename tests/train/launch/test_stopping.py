@@ -122,6 +122,7 @@ HELD: list[dict[str, Any]] = [{"virtual_ranks": 6}, {"zero": True, "ema": 0.9}]
 HELD += [{"batchnorm": "pooled", "save": "sync"}, {"eval_every": runs.Every(1, "steps")}]
 
 
+@pytest.mark.covered(lambda settings: "zero" in settings or "batchnorm" in settings)
 @pytest.mark.parametrize("settings", HELD, ids=lambda settings: next(iter(settings)))
 def test_whatever_a_run_holds_is_saved_at_a_signal(stopped, settings):
     stopped(2, [1], ("update", 1), settings)

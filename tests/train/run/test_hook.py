@@ -114,6 +114,7 @@ def test_one_that_does_nothing_is_given_up_and_named(run_ranks, tmp_path, own, s
     assert "own.py:" in event["error"]
 
 
+@pytest.mark.long
 def test_one_that_works_is_left_alone_and_one_that_is_told_to_end_is_not():
     def busy(seconds: float) -> None:
         end = time.monotonic() + seconds

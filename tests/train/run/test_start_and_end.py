@@ -107,6 +107,7 @@ def test_more_steps_after_max_steps_give_the_run_that_had_them_at_once(run_ranks
     assert "already has 7 steps: nothing to do" in said[0]
 
 
+@pytest.mark.covered(lambda size: size == 3)
 @pytest.mark.parametrize("size", [1, 3])
 def test_runs_of_max_time_one_after_the_other_give_the_uninterrupted_run(run_ranks, tmp_path, size):
     settings = {"save_every": Every(9, "epochs"), "keep": 0, "mixup": 0.4, "batch_size": SAMPLES // 2}

@@ -623,6 +623,7 @@ def many(experts: int, layers: int, words: tuple[str, ...]) -> dict[str, Place]:
     return {name: Place(shape, "float32", name) for name, shape in places.items()}
 
 
+@pytest.mark.long
 def test_the_search_takes_time_in_proportion(tmp_path: Path) -> None:
     words = ("gate_proj", "up_proj", "down_proj", "mlp", "self_attn"), ("w1", "w3", "w2", "moe", "self_attn")
     seconds = []
