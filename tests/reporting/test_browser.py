@@ -93,6 +93,7 @@ def rows(shown: Shown) -> list[str]:
     return [text.strip() for text in shown.page.locator(".space .row .text").all_inner_texts()]
 
 
+@pytest.mark.long
 def test_search_finds_folding_folds_and_the_keyboard_does_both(chromium: Any, pages: Any) -> None:
     with Shown(chromium, pages["one"]) as shown:
         page = shown.page
@@ -149,6 +150,7 @@ def test_the_map_opens_a_module_and_shows_it_in_the_tree(chromium: Any, pages: A
         assert page.inner_text(".path [aria-current]") == "model.module"
 
 
+@pytest.mark.long
 def test_a_difference_is_mapped_by_layer_and_matrix(chromium: Any, pages: Any) -> None:
     with Shown(chromium, pages["change"]) as shown:
         cells = {

@@ -109,6 +109,7 @@ def test_synchronised_layers_give_on_two_ranks_what_one_gives(run_ranks, tmp_pat
     assert (difference := runs.largest_difference(one, two)) < bound(settings), difference
 
 
+@pytest.mark.long
 def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(run_ranks, tmp_path):
     plain = last(run_ranks, 2, runs.restless, tmp_path / "plain", {**ADAMW, **runs.OFTEN})
     for change in ({"grad_checkpoint": True}, {"zero": True}):

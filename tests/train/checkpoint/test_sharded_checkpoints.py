@@ -30,6 +30,7 @@ def whole(run_ranks, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_without_clipping_writes_the_files_that_ddp_writes_on_two_ranks(run_ranks, tmp_path):
     for name, settings in {"ours": SHARD, "ddp": {}}.items():
         run_ranks(2, runs.run, runs.restless, str(tmp_path / name), {**settings, "ema": 0.7, **runs.OFTEN})

@@ -152,6 +152,7 @@ def test_training_longer_goes_on_with_the_log(run_ranks, tmp_path):
     assert order_of(entries_of(tmp_path)) == [*ORDER, (12, None, 2), (15, None, 3), (None, 3, None)]
 
 
+@pytest.mark.long
 def test_on_another_number_of_ranks_an_interval_goes_on_with_the_same_sums(run_ranks, tmp_path):
     """The weights of the saved step are the same, so with a rate of almost nothing the losses are too."""
     settings = {"lr": 1e-9, "batch_size": 5, "log_every": 10}

@@ -114,6 +114,7 @@ def replaced(path: Path, content: bytes) -> None:
 # ---- what holds ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_is_proved_from_its_start(cli, original):
     found = proved(cli, original, "--from", 0)
     assert (found["ok"], found["replayed"], found["problems"]) == (True, [0, STEPS], [])

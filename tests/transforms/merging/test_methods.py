@@ -336,6 +336,7 @@ def test_a_base_of_another_structure_is_refused(other: Tensors, tmp_path: Path) 
         merged(tmp_path, "task", other, {"w": torch.ones(2)})
 
 
+@pytest.mark.long
 @pytest.mark.covered(lambda method: method == "slerp")
 @pytest.mark.parametrize("method", ["slerp", "ties"])
 def test_memory_stays_flat(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
