@@ -20,7 +20,7 @@ WEB, BUCKETS, HUB = ("https", "http"), ("s3", "gs", "az"), "hf"
 
 URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
 SIGNING = re.compile(r"\?(.*&)?(sig|signature|token|[\w-]*-(signature|credential|token))=", re.IGNORECASE)
-KEPT = re.compile(r"(%2f|%25)", re.IGNORECASE)  # a slash in a name, and the sign of escapes itself
+KEPT = re.compile(r"(%2f|%25|%23|%3f)", re.IGNORECASE)  # /, # and ? in a name, and % itself
 
 _queries: dict[str, str] = {}  # of canonical URLs
 

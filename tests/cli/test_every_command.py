@@ -277,7 +277,7 @@ NOT_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /de
 OUTPUTS = pytest.mark.parametrize("name", WRITERS)
 COMMANDS = pytest.mark.parametrize("name", ARGUMENTS)
 PLAIN_OR_JSON = pytest.mark.parametrize("more", [[], ["--json"]], ids=" ".join)
-UNSPECIAL = (
+ALIKE = (
     "add-prefix",
     "apply",
     "average",
@@ -291,7 +291,7 @@ UNSPECIAL = (
 """They write and end as others do."""
 
 SOME = pytest.mark.covered(
-    lambda name, more: bool(more) != (name in ("inspect", "verify", "doctor", "maps")) or name in UNSPECIAL
+    lambda name, more: bool(more) != (name in ("inspect", "verify", "doctor", "maps")) or name in ALIKE
 )
 SOME_OUTPUTS = pytest.mark.covered(lambda name: name not in ("convert", "disarm", "strip-prefix"))
 HELP = [["--help"], ["--version"], [], ["inspect", "--help"]]

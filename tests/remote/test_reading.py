@@ -310,6 +310,7 @@ def test_what_signs_a_url_is_said_nowhere(server: RangeServer, tmp_path: Path, c
 CANONICAL = {
     "HTTPS://Host.Org:8443/a%20b/c%2Fd%25.pt": "https://host.org:8443/a b/c%2Fd%25.pt",
     "https://h/ä.pt#part": "https://h/ä.pt",
+    "https://h/a%23b%3Fc%2523.pt": "https://h/a%23b%3Fc%2523.pt",
     "https://[::1]:80/x": "https://[::1]:80/x",
     "s3://Bucket/a b/%2F?#.pt": "s3://Bucket/a b/%2F?#.pt",
     "hf://o/r/f.pt": "hf://o/r@v%2F2/f.pt",
@@ -350,12 +351,13 @@ def test_a_malformed_url_is_refused_without_its_secrets(url: str, said: str) -> 
     assert "secret" not in str(raised.value)
 
 
-def test_names_with_odd_characters_are_read(server: RangeServer, tmp_path: Path) -> None:
+def test_names_with_odd_characters_are_read(server: RangeServer, tmp_path: Path, cli: Cli) -> None:
     for number, name in enumerate(("a b.pt", "c#d.pt", "e?f.pt", "ü%20.pt", "g+h.pt")):
         torch.save({"w": torch.full((3,), float(number))}, tmp_path / "there" / name)
     for number, escaped in enumerate(("a%20b.pt", "c%23d.pt", "e%3Ff.pt", "%C3%BC%2520.pt", "g+h.pt")):
         with ckpttool.open(f"{server.url}/{escaped}") as checkpoint:
             assert checkpoint.state()["w"].numpy().tolist() == [float(number)] * 3
+        assert cli("digest", f"{server.url}/{escaped}").out[:64] == ckpttool.digest(checkpoint.path)
 
 
 def test_a_base_and_a_delta_with_odd_characters_are_read(server: RangeServer, tmp_path: Path) -> None:

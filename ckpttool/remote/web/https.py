@@ -90,7 +90,7 @@ class Https:
 
 
 def quoted(key: str) -> str:
-    """Return a key as the path of a URL. Its `%2F` and `%25` are escapes already, any other `%` is none."""
+    """Return a key as a URL's path. What `canonical` kept is an escape already, any other `%` is none."""
     # A plus is escaped too: some stores take it for a space.
     path = quote(key, safe="/!$&'()*,;=:@~", errors="surrogateescape")
-    return re.sub("%25(2F|25)", r"%\1", path, flags=re.IGNORECASE)
+    return re.sub("%25(2F|25|23|3F)", r"%\1", path, flags=re.IGNORECASE)
