@@ -31,6 +31,7 @@ CHILD = CHILDREN / "training_turns.py"
 NAMES = {
     "bare": "a bare loop",
     "again": "the same loop again (noise)",
+    "exact": "the same loop, exact where tokens are left out",
     "accelerate": "accelerate",
     "fabric": "Lightning Fabric",
     "ours": "train/main.py",

@@ -175,8 +175,11 @@ def token_file(folder: str) -> str:
     return path
 
 
-def nanogpt(after_step: AfterStep, batch: int, folder: str) -> None:
-    """Train in a bare loop, with blocks at random places of a mapped file, as nanoGPT's `get_batch` takes."""
+def nanogpt(after_step: AfterStep, batch: int, folder: str, *, exact: bool = False) -> None:
+    """Train in a bare loop, with blocks at random places of a mapped file, as nanoGPT's `get_batch` takes.
+
+    If it is `exact`, ranks tell each other how many tokens they have, as where blocks are filled up.
+    """
     path, share = token_file(folder), batch // dist.get_world_size()
     model = DistributedDataParallel(language_model().to(device()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -189,8 +192,15 @@ def nanogpt(after_step: AfterStep, batch: int, folder: str) -> None:
             )
             for places in (begins, begins + 1)
         )
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
+        outputs, targets = model(inputs).flatten(0, 1), targets.flatten()
+        if exact:
+            count = (targets != -100).sum()
+            told = dist.all_reduce(count, async_op=True)  # arrives with the gradients
+            (F.cross_entropy(outputs, targets, reduction="sum") * dist.get_world_size()).backward()
+            told.wait()
+            torch._foreach_div_([parameter.grad for parameter in model.parameters()], count)
+        else:
+            F.cross_entropy(outputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         after_step()

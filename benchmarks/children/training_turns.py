@@ -70,6 +70,7 @@ def main(folder: str, rounds: int, steps: int, batch: int, names: list[str]) -> 
         "ours": partial(loops.ours, out=os.path.join(folder, "run")),
         "nanogpt": partial(loops.nanogpt, folder=folder),
         "nanogpt-again": partial(loops.nanogpt, folder=folder),
+        "nanogpt-exact": partial(loops.nanogpt, folder=folder, exact=True),
         "tokens": partial(loops.tokens, folder=folder),
         "fully_shard": loops.bare_fully_shard,
         "fully_shard_again": loops.bare_fully_shard,

@@ -15,7 +15,7 @@ from train.checkpoint.saver import Saver
 from train.launch.stopping import Stop
 
 # Seconds between two messages. Where steps are shorter, there is none in some of them.
-SPACING = 0.02
+SPACING = 0.25
 
 # Steps between two messages at most.
 MOST = 10
