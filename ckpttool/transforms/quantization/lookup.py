@@ -103,13 +103,19 @@ def _look_up(table: NDArray[Any], codes: NDArray[Any], places: list[NDArray[Any]
     """Put what codes stand for into an array, by a table of [blocks along each axis, codes]."""
     import numpy as np
 
-    kind = np.uint16 if table.size <= 1 << 16 else np.int64
-    steps = [step // table.itemsize for step in table.strides]
-    first, *others = np.ix_(*((at * step).astype(kind) for at, step in zip(places, steps, strict=False)))
-    inner: Any = sum(others)
     rows = max(1, TILE // prod(out.shape[1:]))
-    for tile in (slice(row, row + rows) for row in range(0, len(out), rows)):
-        table.reshape(-1).take(codes[tile] + (first[tile] + inner), out=out[tile], mode="clip")
+    tiles = [slice(row, row + rows) for row in range(0, len(out), rows)]
+    spans = [(int(places[0][tile].min()), int(places[0][tile].max()) + 1) for tile in tiles]
+    # Two bytes for an index, where each tile is looked up in its own part of the table.
+    most = max((end - start for start, end in spans), default=0)
+    kind = np.uint16 if most * prod(table.shape[1:]) <= 1 << 16 else np.int64
+    steps = [step // table.itemsize for step in table.strides]
+    first, *others = np.ix_(*(at * step for at, step in zip(places, steps, strict=False)))
+    inner: Any = sum(each.astype(kind) for each in others)
+    for tile, (start, end) in zip(tiles, spans, strict=True):
+        of_rows = (first[tile] - start * steps[0]).astype(kind)
+        within = inner if end - start == 1 else of_rows + inner
+        table[start:end].reshape(-1).take(codes[tile] + within, out=out[tile], mode="clip")
 
 
 def rounded_to_fp8(values: NDArray[Any], out: NDArray[Any]) -> None:
