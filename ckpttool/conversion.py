@@ -16,6 +16,7 @@ from .formats.saving.saving import save
 from .tensors.cast import target
 from .transforms.optimizer.rekey import to_names
 from .transforms.selection import cast, drop, select
+from .words import first_few
 
 
 def convert(
@@ -69,7 +70,7 @@ def convert(
     only, exclude, leave_out = tuple(only), tuple(exclude), tuple(leave_out)
     with opened(file) as checkpoint:
         if not isinstance(file, Checkpoint) and (piece := piece_of(os.fspath(file))) is not None:
-            warnings.warn(piece.warning(_first_few), stacklevel=2)
+            warnings.warn(piece.warning(first_few), stacklevel=2)
         if leave_out:
             checkpoint = drop(checkpoint, leave_out)
         if only or exclude:
@@ -80,10 +81,6 @@ def convert(
         return save(
             checkpoint, path, state=state, to=kind, full=full or None, shard_size=shard_size, force=force
         )
-
-
-def _first_few(paths: Sequence[str]) -> str:
-    return ", ".join([*paths[:4], *(["…"] if paths[4:] else [])])
 
 
 def merge(

@@ -18,6 +18,7 @@ class CkptToolError(Exception):
 
     Attributes:
         message: what is wrong, without the hint.
+        reason: the message, without the path of the file that it begins with.
         hint: the next thing to do, as a sentence or a command; None when there is none.
         kind: a stable word for scripts, e.g. `damaged`.
         exit_code: 1 a check failed or there was nothing to do, 2 usage, 3 unreadable or refused input.
@@ -35,7 +36,7 @@ class CkptToolError(Exception):
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
-        self.hint = hint
+        self.reason, self.hint = message, hint
 
     @property
     def message(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.states import is_optimizer
-from .errors import CkptToolError, Damaged, FileError, NothingToDo, Refused, UsageFault
+from .errors import CkptToolError, Damaged, NothingToDo, Refused, UsageFault
 from .files.commit import give_name
 from .files.failures import naming
 from .files.folder_lock import locked
@@ -213,7 +213,7 @@ def _kind(path: str, names: Sequence[str]) -> str:
             is_training = any(map(is_optimizer, walk(checkpoint.tree)))
             return TRAINING if is_training or any(_holds(checkpoint, name) for name in names) else WEIGHTS
     except CkptToolError as error:
-        return f"{NONE}: {_reason(error)}"
+        return f"{NONE}: {error.reason}"
 
 
 def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str]) -> Slimmed:
@@ -231,14 +231,10 @@ def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str]) -> S
     except _Stays as reason:
         return stays(why=str(reason))
     except CkptToolError as error:
-        return stays(why=_reason(error))
+        return stays(why=error.reason)
     if after >= size:
         return stays(why="would not become smaller")
     return Slimmed(file.names[0], links, size, after, left_out)
-
-
-def _reason(error: CkptToolError) -> str:
-    return error.reason if isinstance(error, FileError) else error.message
 
 
 def _slimmed(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[Checkpoint, tuple[str, ...]]:

@@ -27,10 +27,15 @@ def counted(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or f'{one}s'}"
 
 
-def show_names(names: Sequence[str], most: int = 4) -> str:
+def first_few(names: Sequence[object], most: int = 4) -> str:
     """Join the first `most` names, and say how many more there are."""
-    shown = ", ".join(printable(name) for name in names[:most])
+    shown = ", ".join(map(str, names[:most]))
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def show_names(names: Sequence[str], most: int = 4) -> str:
+    """Do as `first_few` with names that may hold anything."""
+    return first_few([*map(printable, names[:most]), *names[most:]], most)
 
 
 def first_key(keys: Iterable[object]) -> str:

@@ -13,7 +13,7 @@ from ..checkpoint.dotted_names import Entry, contents, dotted, is_tensor
 from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SHARDED
 from ..checkpoint.states import is_optimizer
-from ..errors import CkptToolError, FileError
+from ..errors import CkptToolError
 from ..files.pieces import Progress
 from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
@@ -241,5 +241,4 @@ def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
             trained = any(map(is_optimizer, walk(checkpoint.tree))) or (None if is_folder(path) else False)
             return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem, trained)
     except CkptToolError as error:
-        reason = error.reason if isinstance(error, FileError) else error.message
-        return CheckpointRow(path, step, None, nbytes_of(path), reason)
+        return CheckpointRow(path, step, None, nbytes_of(path), error.reason)

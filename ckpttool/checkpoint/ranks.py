@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import Damaged
+from ..words import first_few
 
 HINT = "each rank wrote its own: copy the files of all ranks into one folder"
 
@@ -47,8 +48,7 @@ def require_all(
 ) -> None:
     """Check that no rank's file is missing."""
     if missing:
-        listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if missing[8:] else "")
         of = "" if world_size is None else f" of {world_size}"
         files, are = ("file of rank", "is") if len(missing) == 1 else ("files of ranks", "are")
         names = f": {', '.join(lacking[:4])}{' …' if lacking[4:] else ''}" if lacking else ""
-        raise Damaged(path, f"the {files} {listed}{of} {are} missing{names}", hint=HINT)
+        raise Damaged(path, f"the {files} {first_few(missing, 8)}{of} {are} missing{names}", hint=HINT)

@@ -15,6 +15,7 @@ from ..inert_pickle.values import Global, Record
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent, is_count
 from ..tensors.values import CHUNK, in_pieces, require_bounded, stretches
+from ..words import first_few
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,12 +113,6 @@ def shape_of(value: object) -> Shape | None:
     return sizes if len(sizes) == len(value) and extent(sizes) <= MAX_BYTES else None
 
 
-def _in_words(likes: Mapping[str, SpecialTensor], most: int = 3) -> str:
-    """Return some tensors by name: `'w' (sparse COO float32 [3, 3]) and 2 more`."""
-    named = [f"'{name[:80]}' ({like})" for name, like in list(likes.items())[:most]]
-    return ", ".join(named) + (f" and {len(likes) - most} more" if len(likes) > most else "")
-
-
 def _ways_out(path: str, likes: Mapping[str, SpecialTensor], holds: bool) -> str:
     """Return the next command for tensors that are no plain ones."""
     folder, path = shlex.quote(os.path.dirname(path) or "."), shlex.quote(path)
@@ -137,7 +132,8 @@ def require_plain(path: str, likes: Mapping[str, SpecialTensor], why: str, *, ho
     """Refuse tensors that are not plain ones: `why` says what can't be done with them."""
     # `holds`: the output's format could hold them, so that another format is no way out.
     if likes:
-        raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(path, likes, holds))
+        named = first_few([f"'{name[:80]}' ({like})" for name, like in likes.items()], 3)
+        raise Refused(path, f"{named} {why}", hint=_ways_out(path, likes, holds))
 
 
 # Sparse tensors: what torch asks of their shapes, and of their indices once these are read. Source:

@@ -15,6 +15,7 @@ from ..inert_pickle.values import OrderedDict_, Record, in_brief, remade
 from ..lazy import needing_torch, shown_by
 from ..remote import ahead
 from ..tensors.ref import TensorRef
+from ..words import first_few
 from . import dotted_names, states
 from .dotted_names import Container, Entry, Path, contents, dotted, follow, is_tensor, regrouped
 from .pickled_modules import BadModules, is_module, named
@@ -275,7 +276,7 @@ class StateSearch:
         first, *rivals = states.equally_likely(self.tree, ranked)
         if rivals:
             names = [dotted(path) for path in (first, *rivals)]
-            listed = _listed([f"'{name[:80]}'" for name in names])
+            listed = first_few([f"'{name[:80]}'" for name in names], 8)
             reason = f"holds {len(names)} states, and nothing says which is the model's: {listed}"
             hint = f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''"
             raise NoState(self.path, reason, hint=hint)
@@ -325,11 +326,7 @@ class StateSearch:
             return f"see what is in it: ckpttool inspect {shlex.quote(self.path)}"
         if names == ["''"]:
             return "the file itself is the state: leave out --state"
-        return f"there are: {_listed(names)}"
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
+        return f"there are: {first_few(names, 8)}"
 
 
 def _key_that_is_no_name(value: object) -> str | None:

@@ -13,6 +13,7 @@ from itertools import islice
 
 from .. import system
 from ..errors import Unreadable
+from ..words import first_few
 from .copying import no_room_named
 from .failures import reason
 from .pieces import BUFFER
@@ -104,7 +105,7 @@ def _near(folder: str, name: str) -> str:
         return f"did you mean {' or '.join(os.path.join(folder, other) for other in close)}?"
     here = f"the folder {folder}" if folder else "this folder"
     if files := checkpoints_among(names):
-        return f"{here} has {', '.join(files[:4])}" + (f" and {len(files) - 4} more" if files[4:] else "")
+        return f"{here} has {first_few(files)}"
     return f"see what is there: ls {shlex.quote(folder or '.')}"
 
 

@@ -19,6 +19,7 @@ from ..errors import CkptToolError, SeveralCheckpoints, Unreadable
 from ..files.open_source import CHECKPOINT_ENDINGS, checkpoints_among
 from ..remote.places import identity_of, is_file, is_folder, names_in
 from ..system import join
+from ..words import first_few
 from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import WORLD, rank_in
@@ -122,8 +123,7 @@ def nothing_known(folder: str, names: list[str], open_file: Open) -> Unreadable:
     files = [join(folder, name) for name in checkpoints_among(names)]
     if files and RECORDS & {*names}:
         files.sort(key=lambda path: os.path.basename(path) != "last.pt")
-        more = f" and {len(files) - 4} more" if files[4:] else ""
-        listed = ", ".join(map(os.path.basename, files[:4])) + more
+        listed = first_few([*map(os.path.basename, files)])
         what = f"is the folder of a training run, in which each checkpoint is a file: {listed}"
         return SeveralCheckpoints(folder, what, hint=f"name one: ckpttool inspect {shlex.quote(files[0])}")
     if any(name.endswith(ENDING) for name in names):
@@ -136,9 +136,8 @@ def nothing_known(folder: str, names: list[str], open_file: Open) -> Unreadable:
     if below:
         newest = next((path for path in below[:MOST_TRIED] if _kind(path, open_file) == "whole"), below[0])
         first = [newest, *(path for path in below if path != newest)]
-        listed = ", ".join(map(shlex.quote, first[1:MOST_NAMED]))
-        more = f"; others: {listed}" + f" and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED)
-        hint = f"name one: ckpttool inspect {shlex.quote(newest)}{more if listed else ''}"
+        others = first_few([*map(shlex.quote, first[1:])], MOST_NAMED - 1)
+        hint = f"name one: ckpttool inspect {shlex.quote(newest)}" + f"; others: {others}" * bool(others)
         return SeveralCheckpoints(folder, "is a folder that holds checkpoints, and is none itself", hint=hint)
     hint = f"expected in it: *{INDEX} (shards), {METADATA} (DCP) or the files of all ranks"
     return Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)

@@ -29,6 +29,7 @@ from ..files.pieces import Progress
 from ..inert_pickle.values import remade
 from ..remote.places import uploading
 from ..tensors.ref import TensorRef
+from ..words import first_few
 from .folders import folder_of
 from .pytorch import zip as torch_zip
 from .ranks.cut import Shards, SplitOptimizer
@@ -152,8 +153,7 @@ def split(
         old = _replaced(name) if os.path.isdir(name) else []
         lost = [file for file in old if not file.startswith(plan.kinds)]
         if lost and not replace_all:
-            files = ", ".join(lost[:2]) + (f" and {len(lost) - 2} more" if lost[2:] else "")
-            what = f"{name}: holds {files}, which nothing in the new checkpoint would replace"
+            what = f"{name}: holds {first_few(lost, 2)}, which nothing in the new checkpoint would replace"
             raise OutputExists(what, hint="name a new folder; --replace-all removes them too")
         if expect is not None:
             expect(0 if dry_run else plan.work(verify=bool(verify)))

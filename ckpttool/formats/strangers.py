@@ -10,6 +10,7 @@ from .. import system
 from ..errors import Unsupported, UsageFault
 from ..remote.urls import BUCKETS, HUB, canonical, is_url
 from ..tensors.source import Source
+from ..words import first_few
 
 AS_ARRAYS = "and save its arrays with numpy.savez, which is read here"
 FROM_FLAX = "load it with transformers: from_pretrained(FOLDER, from_flax=True), then save_pretrained"
@@ -148,6 +149,5 @@ def unwritable(path: str) -> UsageFault | None:
 def checkpoints_inside(path: str, names: list[str], unpack: str) -> Unsupported | None:
     """Return the error for an archive that is no checkpoint itself but has some, by the names in it."""
     files = [name for name in names if name.lower().endswith(ARCHIVED)]
-    listed = ", ".join(name[:80] for name in files[:3]) + (f" and {len(files) - 3} more" if files[3:] else "")
-    what = f"is an archive that holds checkpoints: {listed}"
+    what = f"is an archive that holds checkpoints: {first_few([name[:80] for name in files], 3)}"
     return Unsupported(path, what, hint=f"unpack it first: {unpack} {shlex.quote(path)}") if files else None

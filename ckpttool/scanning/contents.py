@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import CkptToolError, Damaged, FileError, Unsupported
+from ..errors import CkptToolError, Damaged, Unsupported
 from ..formats import numpy_files, safetensors
 from ..formats.cursor import Cursor
 from ..formats.pytorch import tar
@@ -96,7 +96,7 @@ class Contents:
     def _fault(self, part: Part, fault: CkptToolError | str) -> None:
         """Note why a part can't be looked at."""
         if part.is_sure and len(self.problems) < MAX_PROBLEMS:
-            reason = fault.reason if isinstance(fault, FileError) else str(fault)
+            reason = fault if isinstance(fault, str) else fault.reason
             self.problems.append(Problem(" > ".join(part.where), reason))
 
     def _keep(self, part: Part, names: set[Global] | frozenset[Global]) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from ..errors import CkptToolError, FileError
+from ..errors import CkptToolError
 from ..files.failures import reason
 from ..remote import places
 from ..remote.places import MOST_NAMES, folders_in, is_folder, listed
@@ -117,7 +117,7 @@ def _named_at(path: str) -> list[Named]:
     try:
         return [*files_in(canonical(path))]
     except CkptToolError as error:
-        return [Named(path, _reason(error))]
+        return [Named(path, error.reason)]
 
 
 def scan_each(files: Iterable[Named], allow: Collection[str] = ()) -> Iterator[Scanned]:
@@ -130,7 +130,7 @@ def _scanned(path: str, allow: Collection[str]) -> Scanned:
     try:
         source = places.open_source_at(path)
     except CkptToolError as error:
-        return unreadable(path, _reason(error))
+        return unreadable(path, error.reason)
     contents = Contents(source)
     try:
         contents.look(Part(ByteRange(source, 0, source.size)))
@@ -140,7 +140,3 @@ def _scanned(path: str, allow: Collection[str]) -> Scanned:
         source.close()
         contents.room.close()
     return Scanned.of(path, contents.names, tuple(contents.problems), contents.pickles, allow)
-
-
-def _reason(error: CkptToolError) -> str:
-    return error.reason if isinstance(error, FileError) else error.message

@@ -21,6 +21,7 @@ from ...remote.places import exists, open_source_at
 from ...system import join
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import MAX_AXES, Storage, is_count
+from ...words import first_few
 from ..pytorch import zip as torch_zip
 
 # What messages call the outermost dict, which has no name.
@@ -72,9 +73,8 @@ def check(checkpoint: Checkpoint) -> None:
 
 def _objects_refused(path: str, objects: list[tuple[str, str]]) -> Refused:
     """Return the error for objects, given by name and type; it names the first few."""
-    told = ", ".join(f"'{name}' ({kind})" for name, kind in objects[:MOST_TOLD])
-    more = f" and {len(objects) - MOST_TOLD} more" if objects[MOST_TOLD:] else ""
-    said = f"holds objects: {told}{more};"
+    told = first_few([f"'{name}' ({kind})" for name, kind in objects], MOST_TOLD)
+    said = f"holds objects: {told};"
     if len(objects) == 1:
         said = "'{}' is an object ({}), and".format(*objects[0])
     drops = " ".join(f"--drop {shlex.quote(name)}" for name, _ in objects[:MOST_TOLD])
