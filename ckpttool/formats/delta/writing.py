@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.checksums import Checksums, unmatched
+from ...checkpoint.digested import with_parts
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Refused, UsageFault
+from ...files.digest import digest_of, tensor_digests
 from ...files.pieces import Progress
 from ...inert_pickle.values import OrderedDict_
 from ...remote.urls import is_url
@@ -25,7 +27,6 @@ from ..saving.destination import Saved, format_of_name
 from ..saving.saving import save
 from ..strangers import unwritable
 from . import compression
-from .digests import digest_of_state
 from .encoding import INT32, Encoded, Encoder, Pair
 from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Entry, Header, digest_of_tree
 from .reading import NAME, Link, base_tensors, joined
@@ -154,13 +155,44 @@ def _delta(job: _Job) -> Made:
     pairs = {name: _pair(name, tensor, of_base, own, prefix) for name, tensor in flat.tensors.items()}
     made = _encoded(job, pairs, frozenset(ways))
     values = {name: entry.digest for name, entry in made.entries.items()}
-    digest = digest_of_state(new, flat.tensors, values, job.progress)
+    digest = _digest_of_state(new, flat.tensors, values, job.progress)
     own_name = "" if base.path == "-" else _name_of(base)
     beside = own_name if job.base_name is None else job.base_name
     older, tree = Base(beside, prefix), digest_of_tree(flat.text)
     header = Header(older, digest, tree, new.full, dict(new.metadata), made.entries)
     texts = {ENTRY: header.to_text(), TREE: flat.text}
     return _file(new.source, made, texts), made.entries, digest
+
+
+def _digest_of_state(
+    checkpoint: Checkpoint, storages: Mapping[str, TensorRef], values: Mapping[str, str], progress: Progress
+) -> str | None:
+    """Return the digest of a checkpoint's state; None where it has none, or it can't be said which.
+
+    `storages` are its storages as tensors, whose digests are known by the same names and not read again.
+    """
+    state = _state_of(checkpoint)
+    if state is None:
+        return None
+    of_storage = {id(tensor.storage): values[name] for name, tensor in storages.items()}
+    wholes = {name: each for name, each in state.items() if _is_whole(each)}
+    known = {
+        name: of_storage[id(each.storage)] for name, each in wholes.items() if id(each.storage) in of_storage
+    }
+    others = {each.view: (name, each) for name, each in state.items() if name not in known}
+    read = tensor_digests(dict(others.values()), progress)
+    of_view = {state[name].view: value.decode() for name, value in read}
+    known |= {name: of_view[each.view] for name, each in state.items() if name not in known}
+    return digest_of(state, known)
+
+
+def _state_of(checkpoint: Checkpoint) -> Mapping[str, TensorRef] | None:
+    if (state := checkpoint.found_state()) is None:
+        return None
+    try:
+        return with_parts(checkpoint.path, state)
+    except Refused:
+        return None
 
 
 def _name_of(base: Checkpoint) -> str:
