@@ -58,8 +58,7 @@ class Visit:
             if place.scheme in WEB:
                 from .web.https import Https
 
-                origin = f"{place.scheme}://{place.store}"
-                self.stores[name] = Https(origin, lambda key: place.query)
+                self.stores[name] = Https(f"{place.scheme}://{place.store}", place.query)
             else:
                 from .buckets.bucket import bucket
 

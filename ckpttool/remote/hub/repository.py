@@ -92,18 +92,11 @@ class Repository:
     """
 
     def __init__(
-        self,
-        name: str,
-        kind: str = "model",
-        revision: str | None = None,
-        *,
-        patience: Patience | None = None,
-        offline: bool = False,
+        self, name: str, kind: str = "model", revision: str | None = None, patience: Patience | None = None
     ) -> None:
-        """Ask nothing yet. With `offline` nothing is ever asked: see `cached`."""
+        """Ask nothing yet."""
         self.name, self.kind, self.revision = name, kind, revision
         self._patience = patience or Patience.usual()
-        self._offline = offline
         self._transport = Transport(self._patience)
         self._pinned: Commit | None = None
         self._places: dict[str, _Place] = {}
@@ -165,7 +158,7 @@ class Repository:
         return About(self.shown(key), page, self.name, self.kind, self.revision)
 
     def _check_online(self) -> None:
-        if self._offline or is_offline():
+        if is_offline():
             raise offline(self._about(""))
 
     def _commit(self) -> Commit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO
 from urllib.parse import quote
 
@@ -12,33 +12,24 @@ from ..patience import Patience
 from ..store import Bytes, Entry, Facts, Progress
 from .transport import Transport
 
+REFUSED = "ask its owner for a link that is signed and has not expired"  # the hint where access is
+
 
 class Https:
     """The objects of one origin. No listing, no upload."""
 
     commit = ""
 
-    def __init__(
-        self,
-        origin: str,
-        query: Callable[[str], str | None],
-        patience: Patience | None = None,
-        *,
-        headers: Callable[[], Mapping[str, str]] | None = None,
-        credentials: str = "ask its owner for a link that is signed and has not expired",
-    ) -> None:
+    def __init__(self, origin: str, query: str = "", patience: Patience | None = None) -> None:
         """Connect to nothing yet.
 
         Args:
             origin: `https://HOST:PORT`, without a slash at the end.
-            query: gives the secret query of a key's URL, without `?`; None or "" if there is none.
+            query: what every URL ends in behind `?`, a secret.
             patience: bounds of each request; None: the usual ones.
-            headers: gives e.g. Authorization, before each request. They go to this origin alone.
-            credentials: the hint where access is refused.
         """
         self.transport = Transport(patience or Patience.usual())
-        self._origin, self._query, self._credentials = origin, query, credentials
-        self._headers = headers or dict
+        self._origin, self._query = origin, query
 
     def shown(self, key: str) -> str:
         """Return the URL of an object, without its query."""
@@ -62,9 +53,7 @@ class Https:
         if facts.size > most:
             what = f"is sent only from front to back, and its {facts.size:,} bytes are too many for that"
             raise Unreadable(shown, what, hint="download it first")
-        headers, url = self._headers(), self._url(key)
-        response = self.transport.download(url, file, shown=shown, headers=headers, expected=facts)
-        response.checked(shown, self._credentials)
+        self.transport.download(self._url(key), file, shown=shown, expected=facts).checked(shown, REFUSED)
 
     def entries(self, folder: str) -> list[Entry] | None:
         """Return None: HTTP has no listing."""
@@ -77,16 +66,14 @@ class Https:
         raise UsageFault(f"{name}: can't be written", hint=hint)
 
     def _get(self, key: str, start: int, stop: int, expected: Facts | None) -> tuple[Bytes, Facts]:
-        shown, headers = self.shown(key), self._headers()
-        response = self.transport.get(
-            self._url(key), start, stop, shown=shown, headers=headers, expected=expected
-        ).checked(shown, self._credentials)
+        shown = self.shown(key)
+        response = self.transport.get(self._url(key), start, stop, shown=shown, expected=expected)
+        response.checked(shown, REFUSED)
         assert response.facts is not None
         return response.body, response.facts
 
     def _url(self, key: str) -> str:
-        query = self._query(key)
-        return f"{self.shown(key)}?{query}" if query else self.shown(key)
+        return f"{self.shown(key)}?{self._query}" if self._query else self.shown(key)
 
 
 def quoted(key: str) -> str:

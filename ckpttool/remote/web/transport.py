@@ -63,7 +63,7 @@ class Transport:
     """GET requests over one pool of connections, for all threads and hosts.
 
     `get` returns bytes by range, `download` fills a file, `page` returns an answer that is no object. They
-    follow redirects, try again with Patience, end in bounded time and check what arrives. Each takes:
+    follow redirects, try again with Patience, end in bounded time and check what arrives. They take:
 
         url: absolute, with the secret query of a signed URL.
         shown: the object's name in errors; without that query.
@@ -105,17 +105,9 @@ class Transport:
         body = memoryview(room) if isinstance(room, mmap.mmap) else room.getbuffer()
         return replace(response, body=body[: room.tell()])
 
-    def download(
-        self,
-        url: str,
-        file: BinaryIO,
-        *,
-        shown: str,
-        expected: Facts,
-        headers: Mapping[str, str] | None = None,
-    ) -> Response:
+    def download(self, url: str, file: BinaryIO, *, shown: str, expected: Facts) -> Response:
         """Fill an empty file with all of an object, in one request without a range."""
-        return self._patiently(Wanted(url, shown, 0, None, headers or {}, expected, file))
+        return self._patiently(Wanted(url, shown, 0, None, {}, expected, file))
 
     def page(self, url: str, *, shown: str, headers: Mapping[str, str]) -> Response:
         """Return an answer whose length and version nobody knows before, such as a listing."""

@@ -11,7 +11,7 @@ def show_queries() -> None:
     from ckpttool.remote.web.https import Https, quoted
 
     def shown(self: Https, key: str) -> str:
-        return f"{self._origin}/{quoted(key)}?{self._query(key)}"
+        return f"{self._origin}/{quoted(key)}?{self._query}"
 
     Https.shown = Https._url = shown  # type: ignore[method-assign]
 
