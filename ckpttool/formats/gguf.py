@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported
+from ..errors import Damaged, Unsupported
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
-from ..remote.places import open_source_at, prepare
+from ..remote.places import open_part, prepare
 from ..system import join
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import MAX_BYTES, Computed, Storage, TensorRef, extent
@@ -103,13 +103,10 @@ def _all_parts(source: Source, file: File) -> dict[int, File]:
     prepare([*paths.values()])
     files = {file.number: file}
     for number, path in paths.items():
-        try:
-            part = _read_file(open_source_at(path))
-        except Unreadable as fault:
-            reason = f"its file '{names[number]}' can't be opened: {fault.reason}"
-            raise Damaged(source.path, reason, hint="get that file again") from None
+        what = f"its file '{names[number]}'"
+        part = _read_file(open_part(source.path, what, path, "get that file again"))
         if (part.number, part.total) != (number, file.total):
-            raise Damaged(source.path, f"its file '{names[number]}' says that it is another one's part")
+            raise Damaged(source.path, f"{what} says that it is another one's part")
         files[number] = part
     return files
 

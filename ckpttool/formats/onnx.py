@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported
+from ..errors import Damaged, Unsupported
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
-from ..remote.places import is_inside, open_source_at, prepare
+from ..remote.places import is_inside, open_part, prepare
 from ..remote.urls import is_url
 from ..system import join
 from ..tensors.dtypes import DTYPES, DType
@@ -207,15 +207,11 @@ def _open_beside(source: Source, tensors: list[Tensor]) -> dict[str, Source]:
     paths = {name: join(folder, name.removeprefix("./")) for name in names}
     allow_open_files(len(paths), source.path)
     prepare([*paths.values()])
-    return {name: _open(source, name, path) for name, path in paths.items()}
-
-
-def _open(model: Source, name: str, path: str) -> Source:
-    try:
-        return open_source_at(path)
-    except Unreadable as fault:
-        reason = f"its values in '{name[:80]}' can't be opened: {fault.reason}"
-        raise Damaged(model.path, reason, hint="get that file too, into the same folder") from None
+    hint = "get that file too, into the same folder"
+    return {
+        name: open_part(source.path, f"its values in '{name[:80]}'", path, hint)
+        for name, path in paths.items()
+    }
 
 
 def _tensor(tensor: Tensor, files: dict[str, Source]) -> TensorRef:

@@ -27,7 +27,7 @@ from ..files.copying import Output, settle_together
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
 from ..remote import ahead
-from ..remote.places import is_folder, open_source_at, prepare
+from ..remote.places import is_folder, open_part, open_source_at, prepare
 from ..system import join
 from ..tensors.ref import TensorRef
 from ..tensors.source import Source
@@ -234,12 +234,7 @@ def reader_of(source: Source) -> Format | None:
 
 
 def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
-    path = join(folder, name)
-    try:
-        source = open_source_at(path)
-    except Unreadable as fault:
-        reason = f"its shard '{name}' can't be opened: {fault.reason}"
-        raise Damaged(index.path, reason, hint="get that file again") from None
+    source = open_part(index.path, f"its shard '{name}'", join(folder, name), "get that file again")
     if reader := reader_of(source):
         return reader.read(source)
     other = stranger(source)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 
-from ..errors import OutputExists, Unreadable
+from ..errors import Damaged, OutputExists, Unreadable
 from ..files import open_source
 from ..files.copying import no_room_named
 from ..files.open_source import open_source_descriptor
@@ -193,6 +193,14 @@ def open_source_at(path: str, *, shown: str | None = None) -> Source:
     if (current := _visit.get()) is not None:
         current.versions.add(repr(source.version))
     return source
+
+
+def open_part(whole: str, what: str, path: str, hint: str) -> Source:
+    """Open a file that another one names; where it can't be opened, Damaged of that one says `what` it is."""
+    try:
+        return open_source_at(path)
+    except Unreadable as fault:
+        raise Damaged(whole, f"{what} can't be opened: {fault.reason}", hint=hint) from None
 
 
 def versions() -> list[str]:

@@ -23,11 +23,11 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.special_tensors import torch_dtype
-from ...errors import Damaged, Unreadable, Unsupported
+from ...errors import Damaged, Unsupported
 from ...files.open_source import allow_open_files
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
-from ...remote.places import exists, is_folder, open_source_at, prepare
+from ...remote.places import exists, is_folder, open_part, prepare
 from ...system import join
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DType
@@ -193,12 +193,7 @@ class _Items:
         if name not in self.files:
             if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
                 raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
-            path = self.path_of(name)
-            try:
-                self.files[name] = open_source_at(path)
-            except Unreadable as fault:
-                what = f"its file '{name}' can't be opened: {fault.reason}"
-                raise Damaged(self.source.path, what, hint=HINT) from None
+            self.files[name] = open_part(self.source.path, f"its file '{name}'", self.path_of(name), HINT)
         return self.files[name]
 
     def check_overlaps(self) -> None:
