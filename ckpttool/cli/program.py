@@ -23,6 +23,7 @@ from .commands import (
     convert_batchnorm,
     delta,
     diff,
+    for_programs,
     inspect,
     keys,
     load,
@@ -31,8 +32,6 @@ from .commands import (
     ranks,
     report,
     scan,
-    schema,
-    skill,
     slim,
     training,
 )
@@ -93,8 +92,8 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
         load.reload: "Load strictly into a plain model, in one process",
     },
     "For programs": {
-        schema.command: "The JSON Schema of a command's --json",
-        skill.command: "A page for coding assistants, made from the help",
+        for_programs.schema: "The JSON Schema of a command's --json",
+        for_programs.skill: "A page for coding assistants, made from the help",
     },
 }
 

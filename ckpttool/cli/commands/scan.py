@@ -8,6 +8,7 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable, say, to_json
+from ..reading import fields_of
 
 if TYPE_CHECKING:
     from ...scanning.verdicts import Scanned
@@ -51,7 +52,8 @@ def command(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sa
     if sarif:
         click.echo(to_json(as_sarif(scanned, __version__)))
     else:
-        console.result("\n".join(_lines(console, scanned)), {"files": [*map(_fields, scanned)]})
+        files_found = [fields_of(file, {}) | {"names": file.names} for file in scanned]
+        console.result("\n".join(_lines(console, scanned)), {"files": files_found})
     verdicts = {file.verdict for file in scanned}
     return 1 if verdicts & {DANGEROUS, UNKNOWN} else 3 if UNREADABLE in verdicts else 0
 
@@ -81,16 +83,3 @@ def _lines(console: Console, scanned: list[Scanned]) -> list[str]:
     said = ", ".join(f"{count} {verdict}" for count, verdict in counts if count)
     total = f"scanned {counted(len(scanned), 'file')}" + (f": {said}" if said else "")
     return [*lines, console.sentence(total)]
-
-
-def _fields(file: Scanned) -> dict[str, object]:
-    return {
-        "path": file.path,
-        "verdict": file.verdict,
-        "names": [*file.names],
-        "found": [
-            {"name": each.name, "where": each.where, "dangerous": each.dangerous} for each in file.found
-        ],
-        "problems": [{"where": each.where, "reason": each.reason} for each in file.problems],
-        "pickles": file.pickles,
-    }

@@ -96,15 +96,12 @@ def diff() -> Fields:
 
 
 def scan() -> Fields:
-    from ...scanning.verdicts import Finding, Problem
+    from ...scanning.verdicts import Scanned
 
     file: Fields = {
-        "path": (str, "the file"),
+        **fields_like(Scanned, {}),
         "verdict": (Literal["safe", "unknown", "dangerous", "unreadable"], "what unpickling it could do"),
-        "names": (NAMES, "the names that could run something"),
-        "found": ([fields_like(Finding, {})], "each of them, with its place"),
-        "problems": ([fields_like(Problem, {})], "what could not be looked at"),
-        "pickles": (int, "how many pickles are in it"),
+        "names": (NAMES, "the names that could run something, the worst first"),
     }
     return {"files": ([file], "every file that was looked at")}
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from ckpttool.cli import SECTIONS, group
-from ckpttool.cli.commands import skill
+from ckpttool.cli.commands import for_programs
 from tests.support.running import ROOT
 
-PAGE = ROOT / "skills" / skill.NAME / "SKILL.md"
+PAGE = ROOT / "skills" / for_programs.NAME / "SKILL.md"
 
 
 def write() -> None:
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(skill.page(SECTIONS), encoding="utf-8")
+    PAGE.write_text(for_programs.page(SECTIONS), encoding="utf-8")
 
 
 def test_the_page_of_the_repository_is_what_the_command_prints(cli: Any) -> None:
@@ -28,7 +28,7 @@ def test_the_page_of_the_repository_is_what_the_command_prints(cli: Any) -> None
 def test_its_front_matter_is_what_assistants_ask_for() -> None:
     """A name in lower case as its folder's, and a description of at most 1024 characters."""
     yaml = pytest.importorskip("yaml", reason="reads front matter")
-    head = yaml.safe_load(skill.page(SECTIONS).split("---\n")[1])
+    head = yaml.safe_load(for_programs.page(SECTIONS).split("---\n")[1])
     assert {*head} == {"name", "description"}
     assert head["name"] == PAGE.parent.name and re.fullmatch(r"[a-z-]{1,64}", head["name"])
     assert 100 < len(head["description"]) <= 1024
@@ -39,7 +39,7 @@ LINES = {command.name: line for commands in SECTIONS.values() for command, line 
 
 @pytest.mark.parametrize("name", group.commands)
 def test_it_says_of_every_command_what_it_is_for_its_flags_and_an_example(name: str) -> None:
-    part = skill.page(SECTIONS).partition(f"\n### {name}\n\n")[2].partition("\n### ")[0]
+    part = for_programs.page(SECTIONS).partition(f"\n### {name}\n\n")[2].partition("\n### ")[0]
     assert part.startswith(f"{LINES[name]}.") and f"\nckpttool {name}" in part
     flags = {max(one.opts, key=len) for one in group.commands[name].params}
     assert all(f"`{flag}" in part for flag in flags & {"--force", "--state", "--like", "--model"})

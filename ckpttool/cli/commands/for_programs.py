@@ -1,13 +1,15 @@
-"""The command `ckpttool skill`: a page made from the help, with the front matter of a skill, in Markdown."""
+"""The commands for programs and coding assistants: `schema`, and `skill`, a page made from the help."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 
 import click
 
+from ...errors import UsageFault
 from .. import options
 from ..console import Console
 
@@ -47,9 +49,32 @@ Begin with `{NAME} inspect FILE`: it runs and loads nothing. If a checkpoint doe
 EVERYWHERE = {"--json", "--quiet", "--verbose", "--revision", "--offline"}
 
 
+@click.command("schema")
+@click.argument("name", metavar="COMMAND", required=False)
+@options.reading
+def schema(console: Console, name: str | None) -> None:
+    """Print the JSON Schema (draft 2020-12) of what a command prints with --json, also where it fails.
+
+    All of that JSON holds "schema": 1. The number goes up when a field gets another meaning or goes; new
+    fields may come at any time.
+
+    \b
+    Example:
+      ckpttool schema inspect
+    """
+    from ..contracts import contracts
+
+    known = {str(command.name): line for part in all_sections().values() for command, line in part.items()}
+    if name is None or name not in known:
+        what = "schema needs a COMMAND" if name is None else f"there is no command '{name}'"
+        raise UsageFault(what, hint=f"it is one of {', '.join(sorted(known))}")
+    document = contracts.schema(name, known[name])
+    console.result(json.dumps(document, indent=2), document)
+
+
 @click.command("skill")
 @options.reading
-def command(console: Console) -> None:
+def skill(console: Console) -> None:
     """Print a page for coding assistants: what each command is for, its flags, and what to rely on.
 
     It is made from the help, in the form of a skill: save it as skills/ckpttool/SKILL.md where your assistant
