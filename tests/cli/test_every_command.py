@@ -3,7 +3,6 @@ stdout is full or a pipe whose reader has gone."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from ckpttool import cli as command_line
 from ckpttool.cli import console, group
 from ckpttool.cli.console import MAX_INDENTED, to_json
 from tests.ranks.forked import WarmPython
+from tests.support.running import Terminal
 from tests.support.saved import prefixed, saved_predictions
 
 ARGUMENTS = {
@@ -181,13 +181,6 @@ def test_large_json_holds_the_same_on_few_lines(odd: Any) -> None:
 
 
 # Terminals.
-
-
-class Terminal(io.StringIO):
-    """Something that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

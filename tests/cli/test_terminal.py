@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +18,7 @@ from ckpttool.cli.failure import COMMAND, fail
 from ckpttool.errors import Damaged
 from ckpttool.scanning.scan import named_in, scan_each
 from ckpttool.transforms.conforming.conform import conform
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.support.running import Terminal
 
 
 @pytest.fixture(autouse=True)

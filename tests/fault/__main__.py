@@ -6,7 +6,6 @@ did not hold.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import platform
@@ -17,10 +16,9 @@ from collections.abc import Sequence
 from tests.fault.holes import HOLES
 from tests.fault.scenarios import SCENARIOS
 from tests.fault.trying import HOW, Tried, totals, try_all, wrongs
+from tests.support.campaigns import PAGE, options
 from tests.support.generated_page import regenerate
-from tests.support.running import ROOT
 
-PAGE = ROOT / "docs" / "security.md"
 BEGIN, END = "<!-- fault -->\n", "<!-- /fault -->"
 
 
@@ -49,20 +47,11 @@ def table(tried: Sequence[Tried], seed: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.fault", description=__doc__)
-    parser.add_argument("seconds", nargs="?", type=float, default=600.0, help="how long; default 600")
-    parser.add_argument("--seed", type=int, default=0, help="draws the order of faults; default 0")
-    parser.add_argument("--most", type=int, default=1 << 30, help="the most faults of each scenario")
-    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios that have this in their name")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
-    parser.add_argument("--hole", choices=HOLES, default="", help="break something, to see that it is found")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/security.md")
-    return parser.parse_args()
-
-
 def main() -> int:
-    given = parse()
+    parser = options("tests.fault", __doc__, "scenarios")
+    parser.add_argument("--most", type=int, default=1 << 30, help="the most faults of each scenario")
+    parser.add_argument("--hole", choices=HOLES, default="", help="break something, to see that it is found")
+    given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork has no threads but its own
     chosen = [each for each in SCENARIOS if given.only in each.name]
     started, tried = time.monotonic(), []

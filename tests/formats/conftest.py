@@ -1,4 +1,4 @@
-"""Fixtures for tests of formats: a working directory, and the recorded folders of DeepSpeed."""
+"""A fixture for tests of formats: the recorded folders of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ import pytest
 
 from tests.support import deepspeed_runs
 from tests.support.recording import unpack
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a new folder that is the working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="session")

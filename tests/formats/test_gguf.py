@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import CkptToolError, Damaged, Unsupported, UsageFault
+from ckpttool.errors import CkptToolError, Unsupported, UsageFault
 from ckpttool.formats import gguf_types
 from tests.support.gguf_files import (
     BF16,
@@ -36,6 +36,7 @@ from tests.support.gguf_files import (
     text,
 )
 from tests.support.running import Cli, assert_says
+from tests.support.saved import refused
 
 RANDOM = np.random.default_rng(0)
 ROWS = RANDOM.normal(size=(3, 64)).astype("<f4")
@@ -76,12 +77,6 @@ def unpacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def put(path: Path, *given: Any, **claims: Any) -> Path:
     path.write_bytes(gguf_file(*given, **claims))
     return path
-
-
-def refused(path: Path, said: str, kind: type[CkptToolError] = Damaged) -> None:
-    with pytest.raises(kind, match=said) as fault:
-        ckpttool.open(path)
-    assert fault.value.exit_code == 3 and len(str(fault.value)) < 1000
 
 
 @pytest.mark.parametrize("version", [2, 3])

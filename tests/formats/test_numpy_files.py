@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import CkptToolError, Damaged, Refused, Unsupported
+from ckpttool.errors import Damaged, Refused, Unsupported
 from ckpttool.formats import numpy_files
 from ckpttool.formats.pytorch import inflating
 from ckpttool.inert_pickle.numpy_values import NUMBERS
 from tests.support.running import Cli, assert_says
+from tests.support.saved import refused
 
 ROWS = np.arange(12.0).reshape(3, 4)
 
@@ -32,12 +33,6 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open, ("CANARY", "w")
-
-
-def refused(path: Path, said: str, kind: type[CkptToolError] = Damaged) -> None:
-    with pytest.raises(kind, match=said) as fault:
-        ckpttool.open(path)
-    assert fault.value.exit_code == 3 and len(str(fault.value)) < 1000
 
 
 def npy(header: str | bytes, data: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:

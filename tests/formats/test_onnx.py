@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import CkptToolError, Damaged, Unsupported
+from ckpttool.errors import Damaged, Unsupported
 from ckpttool.formats import onnx as onnx_format
 from tests.support.onnx_files import (
     BOOL,
@@ -31,6 +31,7 @@ from tests.support.onnx_files import (
     varint,
 )
 from tests.support.running import Cli, assert_says
+from tests.support.saved import refused
 
 ROWS = np.arange(6, dtype="<f4").reshape(2, 3)
 
@@ -38,12 +39,6 @@ ROWS = np.arange(6, dtype="<f4").reshape(2, 3)
 def put(path: Path, raw: bytes) -> Path:
     path.write_bytes(raw)
     return path
-
-
-def refused(path: Path, said: str, kind: type[CkptToolError] = Damaged) -> None:
-    with pytest.raises(kind, match=said) as fault:
-        ckpttool.open(path)
-    assert fault.value.exit_code == 3 and len(str(fault.value)) < 1000
 
 
 def coded(field: int, values: list[int]) -> tuple[int, bytes]:

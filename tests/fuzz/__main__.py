@@ -6,9 +6,7 @@ What it finds wrong is made small and stays in tests/corpus/, which the tests ex
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import os
 import platform
 import sys
 import time
@@ -19,10 +17,9 @@ import torch
 
 from tests.fuzz.campaign import Tally, fuzz_in_processes, keep
 from tests.fuzz.seeds import SEEDS
+from tests.support.campaigns import PAGE, options
 from tests.support.generated_page import regenerate
-from tests.support.running import ROOT
 
-PAGE = ROOT / "docs" / "security.md"
 BEGIN, END = "<!-- fuzz -->\n", "<!-- /fuzz -->"
 
 
@@ -55,13 +52,7 @@ def table(tallies: Mapping[str, Tally], seed: int, seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("seconds", nargs="?", type=float, default=600.0, help="how long; default 600")
-    parser.add_argument("--seed", type=int, default=0, help="draws all changes; default 0")
-    parser.add_argument("--only", default="", metavar="TEXT", help="formats that have this in their name")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/security.md")
-    given = parser.parse_args()
+    given = options("tests.fuzz", __doc__, "formats").parse_args()
     torch.set_num_threads(1)  # a fork has no threads but its own
     started = time.monotonic()
     kinds = [kind for kind in SEEDS if given.only in kind]

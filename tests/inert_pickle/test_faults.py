@@ -23,6 +23,7 @@ from ckpttool.inert_pickle.reader import PickleFault, read_pickle
 from ckpttool.inert_pickle.values import Global, OrderedDict_, Record, Set_, TooDeep, walk
 from ckpttool.inert_pickle.writer import write_pickle
 from tests.support.crafting import call, list_of, name, number, program, text, tuple_of
+from tests.support.running import within
 
 
 def not_called(*_: Any, **__: Any) -> Any:
@@ -212,19 +213,15 @@ COSTLY = {
 @pytest.mark.parametrize("what", COSTLY)
 def test_what_would_take_long_to_hash_compare_or_copy_is_refused_at_once(what: str) -> None:
     body, words = COSTLY[what]
-    start = time.process_time()
-    with pytest.raises(PickleFault, match=words):
+    with within(5, time.process_time), pytest.raises(PickleFault, match=words):
         read_pickle(program(body, 4))
-    assert time.process_time() - start < 5
 
 
 def test_one_large_tuple_in_very_many_json_keys_takes_bounded_time() -> None:
     pairs = [[["tuple", i, ["ref", 0]], None] for i in range(MANY)]
     tree = ["list", ["def", 0, ["tuple", *[1] * 990]], ["dict", *pairs]]
-    start = time.process_time()
-    with pytest.raises(BadJson):
+    with within(5, time.process_time), pytest.raises(BadJson):
         decode({}, json.dumps({"version": 1, "protocol": 2, "tree": tree}))
-    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

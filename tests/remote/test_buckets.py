@@ -35,6 +35,7 @@ from ckpttool.remote.buckets.bucket import Bucket
 from ckpttool.remote.patience import Patience
 from ckpttool.remote.store import TRAFFIC, Entry, Facts, Missing, Unranged
 from tests.support import bucket_servers as servers
+from tests.support.running import within
 
 pytest.importorskip("obstore")
 boto3 = pytest.importorskip("boto3")
@@ -351,10 +352,8 @@ def test_a_server_that_goes_on_failing_is_told_of_in_one_line(
 ) -> None:
     _, facts = runs.head("step-1/model.pt", 0)
     world.proxy.set(*[servers.stalled(world.proxy) if fault is servers.stalled else fault] * 10)
-    begin = time.monotonic()
-    with pytest.raises((Damaged, Unreadable)) as error:
+    with within(ATTEMPTS * HASTE.stall + 2), pytest.raises((Damaged, Unreadable)) as error:
         runs.read("step-1/model.pt", facts, 100, 1000)
-    assert time.monotonic() - begin < ATTEMPTS * HASTE.stall + 2
     assert said(error).startswith(f"s3://runs/step-1/model.pt: {reason}") or reason in said(error)
     assert len(world.proxy.requests) == attempts
     assert isinstance(error.value, Unranged) == (fault is servers.whole)
@@ -404,20 +403,17 @@ def test_no_network_is_told_in_bounded_time(
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    begin = time.monotonic()
-    with pytest.raises(Unreadable, match=reason) as error:
+    with within(10), pytest.raises(Unreadable, match=reason) as error:
         Bucket("s3", "runs", HASTE).head("a", 1)
     said(error)
-    assert time.monotonic() - begin < 10
 
 
 def test_ctrl_c_ends_a_request_that_hangs(world: World) -> None:
     world.proxy.set(*[servers.stalled(world.proxy)] * 9)
     patient = Bucket("s3", "runs", Patience(stall=20, attempts=1))
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), _interrupted_once(lambda: world.proxy.requests):
+    interrupted = _interrupted_once(lambda: world.proxy.requests)
+    with within(15), pytest.raises(KeyboardInterrupt), interrupted:  # nobody waits for the 20 s of patience
         patient.head("step-1/model.pt", 10)
-    assert time.monotonic() - begin < 15, "nobody waits for the 20 s of patience"
 
 
 @contextlib.contextmanager
@@ -722,13 +718,9 @@ def test_an_interrupted_upload_ends_at_once_and_says_what_it_left(
         file.truncate(20 * bucket_uploads.PART)
     world.proxy.set(*[gate := Gate()] * 99, method="PUT", path="partNumber")
     patient = Bucket("s3", "runs", Patience(stall=20, attempts=1))
-    begin = time.monotonic()
-    with (
-        pytest.raises(KeyboardInterrupt) as stopped,
-        _interrupted_once(lambda: gate.waiting == bucket_uploads.AT_ONCE),
-    ):
+    interrupted = _interrupted_once(lambda: gate.waiting == bucket_uploads.AT_ONCE)
+    with within(15), pytest.raises(KeyboardInterrupt) as stopped, interrupted:
         patient.put({"left": str(path)}, replace=True)
-    assert time.monotonic() - begin < 15, "nobody waits for the 20 s of patience"
     assert left_by(stopped.value) == (
         "; parts of s3://runs/left may be left, unseen: aws s3api list-multipart-uploads --bucket runs, "
         "then abort-multipart-upload"
@@ -795,32 +787,18 @@ def long_drip(request: servers.Request) -> servers.Answer:
     return answer._replace(body=answer.body.ljust(1000))
 
 
+@pytest.mark.parametrize("path", ["uploads", "uploadId"], ids=["the first", "the last"])
 def test_an_answer_to_an_upload_that_drips_ends_in_bounded_time(
-    world: World, file: str, monkeypatch: pytest.MonkeyPatch
+    path: str, world: World, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "UPLOADING", 1)
     monkeypatch.setattr(bucket_uploads, "ENDING", 0.1)
-
-    world.proxy.set(*[long_drip] * 9, method="POST", path="uploadId")
-    begin = time.monotonic()
-    with pytest.raises(Unreadable, match=r"answer to the upload does not end within 1\.5 s") as error:
+    world.proxy.set(*[long_drip] * 9, method="POST", path=path)
+    what = r"answer to the upload does not end within 1\.5 s"
+    with within(6), pytest.raises(Unreadable, match=what) as error:
         Bucket("s3", "runs", HASTE).put({"dripping": file}, replace=True)
-    assert time.monotonic() - begin < 6
-    assert "see whether it is there: ckpttool inspect s3://runs/dripping" in said(error)
-    world.abort_unfinished()
-
-
-def test_so_does_the_answer_that_begins_one(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(buckets, "UPLOADING", 1)
-    monkeypatch.setattr(bucket_uploads, "ENDING", 0.1)
-    (tmp_path / "large").write_bytes(bytes(17 << 20))
-    world.proxy.set(*[long_drip] * 9, method="POST", path="uploads")
-    begin = time.monotonic()
-    with pytest.raises(Unreadable, match=r"answer to the upload does not end within 1\.5 s"):
-        Bucket("s3", "runs", HASTE).put({"dripping": f"{tmp_path / 'large'}"}, replace=True)
-    assert time.monotonic() - begin < 6
+    told = "see whether it is there: ckpttool inspect s3://runs/dripping" in said(error)
+    assert told or path == "uploads"
     world.abort_unfinished()
 
 
@@ -841,11 +819,9 @@ def test_an_answer_that_drips_ends_in_bounded_time(
     runs: Bucket,
 ) -> None:
     world.proxy.set(*[drip] * 9, method="GET")
-    begin = time.monotonic()
     what = rf"s3://runs/step-1/.*: the server's answer does not end within {seconds} s"
-    with pytest.raises(Unreadable, match=what):
+    with within(8), pytest.raises(Unreadable, match=what):
         ask(runs)
-    assert time.monotonic() - begin < 8
 
 
 @pytest.mark.parametrize("code", ["SlowDown", "ServerBusy", "InternalError"])

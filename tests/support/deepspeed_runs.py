@@ -8,7 +8,6 @@ that it saved, and beside each tag a file of what DeepSpeed's own tools make of 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support import recording
+from tests.support.running import free_port
 
 RECORDED = Path(__file__).parents[1] / "formats" / "recorded" / "deepspeed.tar.xz"
 
@@ -209,7 +209,7 @@ def train_all(out: Path, cases: tuple[str, ...] = ()) -> None:
         cases: their names; all when empty.
     """
     for ranks in sorted({case.ranks for case in CASES if not cases or case.name in cases}):
-        torch.multiprocessing.spawn(_rank_main, (ranks, _free_port(), str(out), cases), nprocs=ranks)
+        torch.multiprocessing.spawn(_rank_main, (ranks, free_port(), str(out), cases), nprocs=ranks)
 
 
 def expected(case: Case, folder: Path, tag: str) -> dict[str, torch.Tensor]:
@@ -267,12 +267,6 @@ def _moments(folder: Path, tag: str) -> dict[str, torch.Tensor]:
             for at, kind, value in loaded
             if kind in MOMENTS
         }
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def main(arguments: list[str]) -> None:

@@ -8,7 +8,7 @@ import io
 import json
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,13 @@ def as_package(path: Path) -> None:
         "tied": described((2, 32), (32, 1)),
         "t": described((32, 2), (1, 32)),
     }
+    _write_package(path, config, [ROWS])
+
+
+def _write_package(path: Path, config: Mapping[str, Any], weights: Iterable[Any]) -> None:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("m/data/weights/weight_0", ROWS.tobytes())
+        for index, each in enumerate(weights):
+            archive.writestr(f"m/data/weights/weight_{index}", each.tobytes())
         archive.writestr("m/data/weights/model_weights_config.json", json.dumps({"config": config}))
         archive.writestr("m/models/model.json", "{}")
         archive.writestr("m/archive_format", "pt2")
@@ -136,15 +141,11 @@ def state_as_npz(path: Path, state: Mapping[str, Any]) -> None:
 def state_as_package(path: Path, state: Mapping[str, Any]) -> None:
     """Write a package as torch.export.save does, without what makes it a program."""
     config = {}
-    with zipfile.ZipFile(path, "w") as archive:
-        for index, (name, a) in enumerate(state.items()):
-            stride = tuple(step // a.itemsize for step in a.strides)
-            changes = {"dtype": {"float32": 7, "int64": 5}[str(a.dtype)]}
-            config[name] = described(a.shape, stride, **changes) | {"path_name": f"weight_{index}"}
-            archive.writestr(f"m/data/weights/weight_{index}", a.tobytes())
-        archive.writestr("m/data/weights/model_weights_config.json", json.dumps({"config": config}))
-        archive.writestr("m/models/model.json", "{}")
-        archive.writestr("m/archive_format", "pt2")
+    for index, (name, a) in enumerate(state.items()):
+        stride = tuple(step // a.itemsize for step in a.strides)
+        changes = {"dtype": {"float32": 7, "int64": 5}[str(a.dtype)]}
+        config[name] = described(a.shape, stride, **changes) | {"path_name": f"weight_{index}"}
+    _write_package(path, config, state.values())
 
 
 # What their own libraries read: names and arrays, those that they can't read left out.

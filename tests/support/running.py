@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import socket
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,28 @@ def open_files() -> Counter[str]:
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as the listing's own is
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return Counter(path for path in found if path.startswith("/"))  # no sockets, no pipes
+
+
+def free_port() -> int:
+    """Return a port of this machine on which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Terminal(io.StringIO):
+    """Something that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def within(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Raise AssertionError unless the block takes less time by a clock, which may be `process_time`."""
+    began = clock()
+    yield
+    assert clock() - began < seconds
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:

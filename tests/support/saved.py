@@ -79,5 +79,5 @@ def refused(
         opened(path, **given)
     fault = refusal.value.with_traceback(None)  # whose frames would keep files open
     del refusal
-    assert isinstance(fault, FileError | UsageFault)
+    assert isinstance(fault, FileError | UsageFault) and len(str(fault)) < 1000
     return fault

@@ -6,19 +6,16 @@ did not hold.
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import os
 import sys
 import time
 from collections.abc import Sequence
 
 from tests.fault.remote.scenarios import SCENARIOS
 from tests.fault.remote.trying import WAYS, Tried, try_all
+from tests.support.campaigns import PAGE, options
 from tests.support.generated_page import regenerate
-from tests.support.running import ROOT
 
-PAGE = ROOT / "docs" / "security.md"
 BEGIN, END = "<!-- fault remote -->\n", "<!-- /fault remote -->"
 
 
@@ -46,19 +43,10 @@ def table(tried: Sequence[Tried], seed: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.fault.remote", description=__doc__)
-    parser.add_argument("seconds", nargs="?", type=float, default=600.0, help="how long; default 600")
-    parser.add_argument("--seed", type=int, default=0, help="draws the order of faults; default 0")
-    parser.add_argument("--most", type=int, default=1 << 30, help="the most faults of each scenario")
-    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios that have this in their name")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/security.md")
-    return parser.parse_args()
-
-
 def main() -> int:
-    given = parse()
+    parser = options("tests.fault.remote", __doc__, "scenarios")
+    parser.add_argument("--most", type=int, default=1 << 30, help="the most faults of each scenario")
+    given = parser.parse_args()
     chosen = [each for each in SCENARIOS if given.only in each.name]
     started, tried = time.monotonic(), []
     how = {"seed": given.seed, "seconds": given.seconds, "most": given.most}

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.errors import CkptToolError, Damaged, Unsupported
+from ckpttool.errors import Unsupported
 from tests.support.comparing import values
 from tests.support.running import Cli
+from tests.support.saved import refused
 
 
 class Net(torch.nn.Module):
@@ -70,12 +71,6 @@ def zipped(path: Path, contents: dict[str, bytes], method: int = zipfile.ZIP_STO
 def saved(value: object) -> bytes:
     torch.save(value, raw := io.BytesIO())
     return raw.getvalue()
-
-
-def refused(path: Path, said: str, kind: type[CkptToolError] = Damaged) -> None:
-    with pytest.raises(kind, match=said) as fault:
-        ckpttool.open(path)
-    assert fault.value.exit_code == 3 and len(str(fault.value)) < 1000
 
 
 def test_the_state_dict_is_the_programs_own(package: Path, program: Any, tmp_path: Path, cli: Cli) -> None:

@@ -27,13 +27,6 @@ def model(vocab=16, d=4, n=2):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def own(here: Path) -> nn.Module:
     """The model of `own.py:model`, in whose folder the test runs."""
     (here / "own.py").write_text(CODE, encoding="utf-8")
