@@ -270,14 +270,9 @@ def test_big_endian_values_are_read_in_their_byte_order(tmp_path: Path) -> None:
 
 
 DIFFERENCES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], list[tuple[str, str]]]] = {
-    "a tensor more there": (lambda s: s.update(x=base), [("only-there", "x")]),
-    "a tensor less there": (lambda s: s.pop("n"), [("only-here", "n")]),
     "a name": (lambda s: s.update(m=s.pop("n")), [("only-here", "n"), ("only-there", "m")]),
-    "a type": (lambda s: s.update(n=s["n"].int()), [("form", "n")]),
     "a shape": (lambda s: s.update(w=s["w"].reshape(6, 4)), [("form", "w")]),
-    "a value": (lambda s: s["w"][3].add_(1), [("values", "w")]),
     "values of a view": (lambda s: s["w"][1].add_(1), [("values", "w"), ("values", "row")]),
-    "the sign of zero": (lambda s: s["w"][0, 0].mul_(-1), [("values", "w")]),
     "all at once": (
         lambda s: s.update(x=s.pop("n"), own=s["own"] + 1, w=s["w"].double()),
         [("only-here", "n"), ("only-there", "x"), ("form", "w"), ("values", "own")],
@@ -308,30 +303,11 @@ def test_a_state_that_neither_file_has_is_refused(tmp_path: Path) -> None:
         verify(checkpoint, against=other, state="ema")
 
 
-def test_files_without_a_state_are_compared_whole(tmp_path: Path) -> None:
-    """An optimizer, a list of tensors, plain values: everything in them is compared by name."""
-    state = {0: {"m": base}}
-    for name, tree, other in (
-        ("param_groups.0.lr", *({"state": state, "param_groups": [{"lr": rate}]} for rate in (0.1, 0.2))),
-        ("0", [base, {"n": 3}], [base + 1, {"n": 3}]),
-        ("epoch", {"epoch": 1}, {"epoch": 2}),
-        ("", base, base + 1),
-    ):
-        checkpoint = opened(tree, tmp_path)
-        found = verify(checkpoint, against=opened(tree, tmp_path, "same.pt"))
-        assert (found.ok, found.compared) == (True, "everything")
-        assert problems(verify(checkpoint, against=opened(other, tmp_path, "other.pt"))) == [("values", name)]
-
-
 # When both files hold more than a state, everything is compared.
 
 GROUPS = [{"lr": 0.1, "betas": (0.9, 0.99)}]
 OPTIMIZER = {"state": {0: {"m": base + 1}}, "param_groups": GROUPS}
 TRAINING = {"model": OrderedDict({"w": base}), "optimizer": OPTIMIZER, "epoch": 3, "seen": {"a", "b"}}
-
-
-def change_betas(tree: dict[str, Any]) -> None:
-    tree["optimizer"]["param_groups"][0].update(betas=(0.9, 0.9))
 
 
 def change_momentum(tree: dict[str, Any]) -> None:
@@ -341,11 +317,8 @@ def change_momentum(tree: dict[str, Any]) -> None:
 TRAINING_DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, str]]]] = {
     "nothing": (lambda tree: None, []),
     "a counter": (lambda tree: tree.update(epoch=4), [("values", "epoch")]),
-    "a number's type": (lambda tree: tree.update(epoch=3.0), [("values", "epoch")]),
-    "a counter less": (lambda tree: tree.pop("epoch"), [("only-here", "epoch")]),
     "an entry more": (lambda tree: tree.update(best=0.5), [("only-there", "best")]),
     "a momentum": (change_momentum, [("values", "optimizer.state.0.m")]),
-    "a setting": (change_betas, [("values", "optimizer.param_groups.0.betas.1")]),
 }
 
 

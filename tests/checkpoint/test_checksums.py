@@ -13,7 +13,6 @@ import torch
 from pytest import MonkeyPatch
 
 import ckpttool
-from ckpttool import system
 from ckpttool.checkpoint.checksums import Checksums
 from ckpttool.errors import Damaged
 from ckpttool.tensors.values import stream
@@ -54,6 +53,7 @@ COMMANDS: dict[str, str] = {
     "rename-keys": "rename-keys IN out.pt --map fc=head",
     "slim": "slim IN out.pt",
     "optimizer": "optimizer IN out.pt --to names",
+    "split": "split IN out --ranks 2 --as dtensor",
     "average, first": "average IN whole.pt out.pt",
     "average, last": "average whole.pt IN out.pt",
 }
@@ -158,21 +158,6 @@ def test_every_byte_of_a_large_tensor_counts(place: str, tmp_path: Path) -> None
     for ending in (".safetensors", ".pt"):
         with ckpttool.open(path) as checkpoint, pytest.raises(Damaged, match="'long'"):
             ckpttool.save(checkpoint, tmp_path / f"out{ending}")
-
-
-def test_bytes_of_a_checksummed_file_are_read_once(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    path = saved({"long": LONG, "w": WEIGHT}, tmp_path / "in.pt")
-    moved: list[int] = []
-    preadv = system.preadv
-
-    def counted(fd: int, buffers: list[Any], at: int) -> int:
-        moved.append(preadv(fd, buffers, at))
-        return moved[-1]
-
-    monkeypatch.setattr(system, "preadv", counted)
-    with ckpttool.open(path) as checkpoint:
-        ckpttool.save(checkpoint, tmp_path / "out.safetensors")
-    assert sum(moved) == LONG.nbytes + WEIGHT.nbytes
 
 
 def test_shards_and_dcp_folders_are_held_to_the_checksums_of_their_files(files: Path, cli: Cli) -> None:

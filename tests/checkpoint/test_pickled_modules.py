@@ -194,11 +194,6 @@ def test_several_models_are_taken_by_name_and_have_it_in_the_file_s(tmp_path: Pa
     assert [name for name, _ in checkpoint.tensors()] == wanted
 
 
-def test_everything_else_in_the_file_is_listed_as_left_out(tmp_path: Path) -> None:
-    checkpoint = opened({"model": nn.Linear(2, 3), "epoch": 3, "args": {"lr": 1}}, tmp_path)
-    assert ckpttool.save(checkpoint, tmp_path / "m.safetensors").left_out == ("epoch", "args")
-
-
 def test_inspect_does_not_list_the_attributes_of_a_model(cli: Cli, tmp_path: Path) -> None:
     torch.save({"model": nn.Sequential(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
     found = cli("inspect", tmp_path / "m.pt", "--json").json

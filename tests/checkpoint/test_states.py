@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.analysis.compare import diff
 from ckpttool.analysis.verify import verify
-from ckpttool.errors import NoState, Refused, Unsupported
+from ckpttool.errors import NoState, Unsupported
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms.selection import cast, select, slim
 from tests.support.running import Cli
@@ -83,12 +83,6 @@ def test_renamed_keys_of_nested_dicts_are_written_flat_and_by_slim_too(tmp_path:
     assert list(found["model"]) == ["module.a.weight", "module.a.bias", "module.b.weight", "module.b.bias"]
 
 
-def test_two_entries_of_one_dotted_name_are_refused(tmp_path: Path) -> None:
-    one = torch.ones(1)
-    with pytest.raises(Refused, match=r"two entries of its nested dicts are named 'a\.b\.c'"):
-        opened({"a.b": {"c": one}, "a": {"b.c": one}}, tmp_path).state()
-
-
 def test_an_extra_state_stays_one_entry(tmp_path: Path) -> None:
     tree = {"a": {**weights(1), "_extra_state": {"scale": torch.ones(1)}}, "b": weights(2)}
     state = opened(tree, tmp_path).state()
@@ -135,17 +129,6 @@ def test_equal_states_are_refused_with_their_names(what: str, tmp_path: Path) ->
     assert all(f"'{name}'" in str(refused.value) for name in names)
     assert "--state " in refused.value.hint
     assert {checkpoint.state(name).where for name in names} == set(names)
-
-
-def test_a_command_that_needs_one_state_is_exit_3(cli: Cli, tmp_path: Path) -> None:
-    torch.save(GAN, tmp_path / "gan.pt")
-    ran = cli("convert", tmp_path / "gan.pt", tmp_path / "out.safetensors")
-    assert ran.code == 3
-    assert "'generator', 'discriminator'" in ran.err
-    assert "--state generator" in ran.err
-    assert not (tmp_path / "out.safetensors").exists()
-    assert cli("convert", tmp_path / "gan.pt", tmp_path / "g.safetensors", "--state", "generator").code == 0
-    assert list(load_file(tmp_path / "g.safetensors")) == ["bias", "weight"]
 
 
 def test_all_of_them_are_taken_as_one_state_by_an_empty_name(cli: Cli, tmp_path: Path) -> None:

@@ -263,35 +263,18 @@ FULL = """
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("convert in.pt out.pt", "out.pt"),
-        ("convert in.pt out/", "out/"),
-        ("convert in.pt - --to safetensors", "spool"),
-        ("digest -", "spool"),
-    ],
-)
-def test_a_full_disk_is_named_by_what_was_written_to_it(words: str, named: str, tmp_path: Path) -> None:
-    """A folder of shards; the spools of what is streamed to standard output, and from standard input."""
+@pytest.mark.parametrize("words", ["convert in.pt - --to safetensors", "digest -"])
+def test_a_full_disk_is_named_by_what_was_written_to_it(words: str, tmp_path: Path) -> None:
+    """The spools of what is streamed to standard output, and from standard input."""
     torch.save({"a": torch.ones(100_000)}, tmp_path / "in.pt")
-    (tmp_path / "spool").mkdir()
+    spool = tmp_path / "spool"
+    spool.mkdir()
     command = [sys.executable, "-c", textwrap.dedent(FULL), *words.split()]
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "spool"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TMPDIR": str(spool), "PYTHONPATH": str(ROOT)}
     raw = (tmp_path / "in.pt").read_bytes()
     ran = subprocess.run(command, input=raw, capture_output=True, cwd=tmp_path, env=environment, check=False)
-    where = tmp_path / named if named == "spool" else named
-    assert (ran.returncode, ran.stderr.decode().splitlines()[0]) == (3, f"error: {where}: file too large")
+    assert (ran.returncode, ran.stderr.decode().splitlines()[0]) == (3, f"error: {spool}: file too large")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "spool"]
-
-
-def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(10)}, tmp_path / "in.pt")
-    command = [sys.executable, "-m", "ckpttool", "convert", "in.pt", "-", "--to", "safetensors"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with open("/dev/full", "wb") as full:
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
-    assert b"error: standard output: no space left on device" in ran.stderr
 
 
 SLOW = """

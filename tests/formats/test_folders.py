@@ -112,6 +112,7 @@ def test_other_files_are_told_at_once(more: list[str], shards: Path, cli: Cli, t
     assert ran.code == 2
     assert f"{shards}: already exists, and holds other files too (config.json)\n" in ran.err
     assert ran.err.endswith("hint: name a new folder, or a file in it\n")
+    assert (shards / "config.json").read_text() == "{}"
 
 
 @pytest.fixture(params=[False, True], ids=["folder", "index"])

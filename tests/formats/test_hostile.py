@@ -79,22 +79,6 @@ def test_a_file_with_any_byte_changed_is_used_or_refused(kind: str, tmp_path: Pa
             os.pwrite(file.fileno(), bytes([byte]), at)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-def test_a_file_with_pieces_put_elsewhere_is_used_or_refused(kind: str, tmp_path: Path) -> None:
-    WRITERS[kind](tmp_path / "whole")
-    whole, path = (tmp_path / "whole").read_bytes(), tmp_path / "moved.pt"
-    randomly = random.Random(1)
-    for _ in range(500):
-        changed = bytearray(whole)
-        for _ in range(randomly.randrange(1, 4)):
-            begin, to, size = (randomly.randrange(len(whole)) for _ in range(3))
-            piece = changed[begin : begin + size % 64]
-            end = to if randomly.random() < 0.5 else to + len(piece)
-            changed[to:end] = piece
-        path.write_bytes(changed)
-        use(path)
-
-
 ATTACKS = attacks_of(20_000)
 """Deeper than any limit of recursion; `make long` tries larger ones."""
 

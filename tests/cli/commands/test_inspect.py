@@ -184,12 +184,6 @@ def test_json_names_the_format_the_state_and_the_class_of_a_model(cli: Any) -> N
     assert (found["model"]["model"], found["model"]["state_bytes"]) == ("torch.nn.modules.linear.Linear", 24)
 
 
-def test_a_public_checkpoint_of_2018(resnet20: Path, cli: Any) -> None:
-    public = cli("inspect", resnet20, "--json").json
-    assert (public["format"], public["state"], public["parameters"]) == ("torch-legacy", "state_dict", 269722)
-    assert public["prefixes"][0]["prefix"] == "module."
-
-
 def test_a_file_is_read_from_standard_input(process: Any) -> None:
     with open("last.pt", "rb") as file:
         ran = process("inspect", "-", "--json", stdin=file)

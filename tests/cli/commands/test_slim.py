@@ -68,14 +68,6 @@ def test_what_a_format_other_than_pt_would_hold_is_a_usage_error(output: str, cl
     assert ran.code == 2 and "disarm writes a .pt file" in ran.err
 
 
-def test_an_existing_output_is_replaced_only_with_force_and_may_be_the_input(cli: Any) -> None:
-    before = Path("last.pt").read_bytes()
-    assert cli("disarm last.pt last.pt").code == 2
-    assert Path("last.pt").read_bytes() == before
-    assert cli("disarm last.pt last.pt --force -q").code == 0
-    torch.load("last.pt", weights_only=True)
-
-
 def test_a_special_tensor_is_refused_with_the_way_out(cli: Any) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     torch.save({"model": {"w": torch.ones(2), "n": nested}, "epoch": 1}, "in.pt")

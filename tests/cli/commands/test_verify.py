@@ -64,16 +64,11 @@ def test_a_flipped_bit_is_exit_1_with_the_tensor_s_name(cli: Any) -> None:
     assert (ran.code, ran.out, ran.err) == (1, "", "")
 
 
-def test_structural_damage_is_exit_3(cli: Any) -> None:
-    Path("in.pt").write_bytes(Path("in.pt").read_bytes()[:-10])
-    ran = cli("verify in.pt")
-    assert (ran.code, ran.out) == (3, "")
-
-
 def test_values_that_are_not_finite_are_named_and_with_finite_a_problem(cli: Any) -> None:
     torch.save({"w": torch.tensor([nan, 1.0, nan]), "v": torch.tensor([1.0])}, "in.pt")
     ran = cli("verify in.pt")
     assert (ran.code, ran.err) == (0, "NaN or infinite values: w (2)\n")
+    assert ran.out.startswith("in.pt: not finite, but not damaged (")
     ran = cli("verify in.pt --finite")
     assert ran.code == 1
     assert "non-finite: w: 2 of its values are NaN or infinite" in ran.err
@@ -210,10 +205,3 @@ def test_digests_of_several_files_are_lines_as_sha256sum_prints_them(cli: Any) -
     lines = [line.split("  ") for line in cli("digest a.pt b.pt a.pt").out.splitlines()]
     assert [name for _, name in lines] == ["a.pt", "b.pt", "a.pt"]
     assert lines[0][0] == lines[2][0] != lines[1][0]
-
-
-def test_the_last_word_on_values_that_are_not_finite_is_not_ok(here: Path, cli: Any) -> None:
-    torch.save({"w": torch.tensor([float("nan"), 1.0])}, "nan.pt")
-    ran = cli("verify nan.pt")
-    assert ran.code == 0
-    assert ran.out.startswith("nan.pt: not finite, but not damaged (")

@@ -467,24 +467,6 @@ def test_no_reload_is_printed_for_a_state_that_needs_objects(cli: Cli, tmp_path:
     assert cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:Net").code == 3
 
 
-FILES = {
-    "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-    "a web page": (b"<!DOCTYPE html><html></html>", "download the file again"),
-    "nothing": (b"", "copy it again"),
-    "the beginning of a file": (None, ""),
-}
-
-
-@pytest.mark.parametrize("what", FILES)
-def test_a_file_that_is_no_checkpoint_is_refused_with_a_hint(what: str, cli: Cli, tmp_path: Path) -> None:
-    content, hint = FILES[what]
-    torch.save(made("net").state_dict(), tmp_path / "f.pt")
-    (tmp_path / "f.pt").write_bytes((tmp_path / "f.pt").read_bytes()[:1500] if content is None else content)
-    ran = cli("doctor", tmp_path / "f.pt", "--model", spec("net"))
-    assert ran.code == 3
-    assert hint in ran.err
-
-
 def test_square_matrices_beside_transposed_ones_are_named(cli: Cli, tmp_path: Path) -> None:
     """No shape tells that a square matrix is transposed too."""
     first = {"0.weight": torch.rand(3, 5), "0.bias": torch.rand(5)}
