@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..inert_pickle.values import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, remade, tensor_of
@@ -19,6 +20,11 @@ Entry = tuple[str | None, object]
 def dotted(path: Path) -> str:
     """Return a path as one dotted name."""
     return ".".join(path)
+
+
+def leave_out(file: str, where: str) -> str:
+    """Return the hint to leave out first what a file holds at a dotted name, such as an optimizer."""
+    return f"leave it out first: ckpttool convert {shlex.quote(file)} OUT --drop {shlex.quote(where)}"
 
 
 def follow(root: object, path: Path) -> object:

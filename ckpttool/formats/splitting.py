@@ -15,7 +15,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.checksums import Checksums
-from ..checkpoint.dotted_names import Path, dotted
+from ..checkpoint.dotted_names import Path, dotted, leave_out
 from ..checkpoint.flat_optimizers import as_nested
 from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
@@ -248,8 +248,7 @@ class SplitPlan:
             case optimizers:
                 names = ", ".join(f"'{name}'" for name, _ in optimizers)
                 what = f"holds {len(optimizers)} optimizers ({names}), and a rank has one file for one"
-                hint = "leave one out first: ckpttool convert IN OUT --drop NAME"
-                raise Refused(self.path, what, hint=hint)
+                raise Refused(self.path, what, hint=leave_out(self.path, optimizers[-1][0]))
 
     def _without_both(self) -> dict[Any, Any]:
         """Return what is neither the model's state nor the optimizer, in its dicts."""

@@ -6,14 +6,13 @@ they mean nothing in another process.
 
 from __future__ import annotations
 
-import shlex
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...checkpoint.dotted_names import Path, dotted
+from ...checkpoint.dotted_names import Path, dotted, leave_out
 from ...checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ...errors import Refused
 from ...inert_pickle.values import Global, Record, remade, tensor_of, walk
@@ -175,8 +174,7 @@ class SplitOptimizer:
         return self._refused(f"{what}{why}: how ranks cut it is unknown")
 
     def _refused(self, why: str) -> Refused:
-        hint = f"leave it out first: ckpttool convert IN OUT --drop {shlex.quote(dotted(self.path))}"
-        return Refused(self.file, f"the optimizer {why}", hint=hint)
+        return Refused(self.file, f"the optimizer {why}", hint=leave_out(self.file, dotted(self.path)))
 
     def _shaped(self, key: object) -> Iterator[tuple[object, TensorRef]]:
         """Yield what is kept of a parameter in tensors with axes, which are cut."""

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import leave_out
 from ...checkpoint.flat_optimizers import as_nested, flattened, is_flat
 from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...errors import Refused
@@ -72,7 +73,7 @@ def _named(
 
 
 def _leaving_out(checkpoint: Checkpoint, optimizer: Entry) -> str:
-    return f"leave it out: --drop {shlex.quote(place_of(checkpoint, optimizer))}"
+    return leave_out(checkpoint.path, place_of(checkpoint, optimizer))
 
 
 def _naming(checkpoint: Checkpoint, optimizer: Entry, groups: list[list[Slot]], state: str | None) -> str:

@@ -7,14 +7,13 @@ parameters of a part of it by their names in the whole.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import Path, dotted
+from ...checkpoint.dotted_names import Path, dotted, leave_out
 from ...checkpoint.flat_optimizers import as_nested
 from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...checkpoint.state import State, part
@@ -94,9 +93,8 @@ class Owners:
     def _ambiguous(self, optimizer: object, mine: State, other: State) -> Refused:
         where = place_of(self.checkpoint, optimizer)
         what = f"its optimizer '{where[:80]}' may be of '{mine.where[:80]}' or of '{other.where[:80]}'"
-        drop = f"ckpttool convert {shlex.quote(self.checkpoint.path)} OUT --drop {shlex.quote(where)}"
         why = "which both have its names and shapes, and only the first changes"
-        return Refused(self.checkpoint.path, f"{what}, {why}", hint=f"leave it out first: {drop}")
+        return Refused(self.checkpoint.path, f"{what}, {why}", hint=leave_out(self.checkpoint.path, where))
 
 
 def place_of(checkpoint: Checkpoint, optimizer: object) -> str:
@@ -117,7 +115,7 @@ def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
             name = next(iter(changed)) if slot.name is None else slot.name.removeprefix(prefix)
             if name in changed and (slot.shape or _has_tensor(entry_of(kept, slot.key))):
                 what = f"its optimizer '{where[:80]}' keeps momentum of '{name[:80]}' as that was before"
-                hint = f"leave it out: --drop {shlex.quote(where)}; a rule of --map takes it along"
+                hint = f"{leave_out(checkpoint.path, where)}; a rule of --map takes it along"
                 raise Refused(checkpoint.path, what, hint=hint)
 
 
