@@ -14,7 +14,7 @@ import os
 import pickle
 import stat
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from ckpttool.distributed import collectives, divided, randomness
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from ckpttool.formats.reading import open_alone
+from train.checkpoint import structure
 from train.checkpoint.deltas import as_torch_reads
 from train.config.settings_file import SOURCES
 from train.config.training import CHANGEABLE
@@ -48,58 +49,8 @@ COMPARED_BY_CONTENT = {"data", "test_data", "init", "init_allow_missing"}
 HOW_TO_SAVE = {"save", "save_parts", "keep_deltas", "grace", *SOURCES}
 
 
-class Each(NamedTuple):
-    """A list whose items have one structure."""
-
-    item: Any
-
-
-class Named(NamedTuple):
-    """A dict whose keys have one type, and whose values have one structure."""
-
-    key: type
-    value: Any
-
-
-# What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`.
-NUMBER = (int, float)
-SETTING = (str, int, float, bool, type(None), list, tuple)
-STRUCTURE: dict[str, Any] = {
-    "model": Named(str, object),  # a tensor, or a module's extra state
-    "optimizer": {
-        "state": Named(int, Named(str, object)),
-        "param_groups": Each({"params": Each(int), "param_names": Each(str)}),
-    },
-    "scheduler": {"base_lrs": Each(NUMBER), "last_epoch": int},
-    "scaler": Named(str, NUMBER),
-    "ema?": {"updates": int, "averages": Named(str, torch.Tensor)},
-    "log": Each(Each(NUMBER)),
-    "progress": {
-        **dict.fromkeys(("epoch", "step", "global_step", "samples", "uncounted"), int),
-        **dict.fromkeys(("best", "lr"), NUMBER),
-        "sums": Each(Each(NUMBER)),
-        "unscored": bool,
-        "since_best?": int,
-        "top?": Each(Each(NUMBER)),
-    },
-    "plan": {
-        **dict.fromkeys(("samples", "batch_size", "world_size"), int),
-        "data": str,
-        "contents": Named(str, Named(str, str)),
-        "init": (str, type(None)),
-    },
-    "stream?": {
-        "steps": (int, type(None)),
-        "lanes": Named(str, {"depth": int, "state": object, "digest": (str, type(None))}),
-    },
-    "rng": Each({"python": list, "torch": torch.Tensor}),
-    "config": Named(str, SETTING),
-    "digests": {"model": str, "optimizer": str, "run": str},
-    "versions": Named(str, (str, int)),
-    "training": str,
-    "chain?": str,
-    "parts?": {"folder": str, "files": Named(str, str)},
-}
+# How the settings of a group are called where ranks differ in them.
+SETTINGS = "the optimizer's settings"
 
 # What `digests["run"]` is of.
 PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log", "stream")
@@ -112,8 +63,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the next step depends on, without digests. A collective.
 
     The tensors of the model and the optimizer are their own, not copies. With `--zero` the optimizer's state
-    is rank 0's alone, and None on the others. With `--shard` they are copies on the CPU, and those that were
-    divided are rank 0's alone.
+    is rank 0's alone, and the others have its settings. With `--shard` they are copies on the CPU, and those
+    that were divided are rank 0's alone.
     """
     trainer.share_buffers()
     tensors = {"model": trainer.ddp.state_dict(), **trainer.updater.state()}
@@ -135,13 +86,14 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Put everything back. On another number of ranks, random numbers are drawn from a new seed.
 
     Raises:
-        UsageFault: the model has parameters of other names or shapes than the saved one.
+        UsageFault: the model has tensors of other names, shapes or types than the saved one.
     """
     try:
         own = trainer.ddp.state_dict()
         parts = {
             name: divided.part_like(value, own.get(name, value)) for name, value in state["model"].items()
         }
+        _require_same_types(trainer.config.model, own, parts)
         trainer.ddp.load_state_dict(parts, strict=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
@@ -162,6 +114,16 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     else:
         step = trainer.progress.global_step
         randomness.seed_all(randomness.seed_from(trainer.config.seed, "rank", rank, step))
+
+
+def _require_same_types(model: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise UsageFault for a tensor that loading would round to another type without a word."""
+    for name, value in saved.items():
+        types = [one.dtype for one in (own.get(name), value) if isinstance(one, torch.Tensor)]
+        if len({*types}) > 1:
+            now, then = (str(dtype).removeprefix("torch.") for dtype in types)
+            what = f"--model {model}: {name.removeprefix('module.')} is {now}, and {then} in the saved model"
+            raise UsageFault(what, hint=f"make it in {then}; --init starts another run from its weights")
 
 
 def training_of(trainer: Trainer) -> str:
@@ -199,7 +161,7 @@ def named_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state, flat and by name: `momentum_buffer of module.conv1.weight` -> tensor."""
     flat: dict[str, Any] = {}
     for number, group in enumerate(optimizer["param_groups"]):
-        flat[f"the optimizer's settings of group {number}"] = sorted(group.items())
+        flat[f"{SETTINGS} of group {number}"] = sorted(group.items())
         for index, name in zip(group["params"], group["param_names"], strict=True):
             state = optimizer["state"].get(index, {})
             flat |= {f"{kind} of {name}": value for kind, value in state.items()}
@@ -207,11 +169,10 @@ def named_optimizer(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_on_ranks(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the values that must be equal on all ranks, by part and by name; of `--zero` on rank 0 alone."""
-    optimizer, ema = state["optimizer"], state.get("ema")
-    parts = {"model": state["model"], "optimizer": optimizer and named_optimizer(optimizer)}
-    parts["ema"] = ema and ema["averages"]
-    return {part: values for part, values in parts.items() if values is not None}
+    """Return the values that must be equal on all ranks, by part and by name; with `--zero` only rank 0 has
+    more of the optimizer than its settings."""
+    parts = {"model": state["model"], "optimizer": named_optimizer(state["optimizer"])}
+    return parts | ({"ema": state["ema"]["averages"]} if "ema" in state else {})
 
 
 def read(path: str) -> dict[str, Any]:
@@ -238,7 +199,7 @@ def read(path: str) -> dict[str, Any]:
         hint = f"inspect it: ckpttool inspect {path}; a slimmed one goes through --init"
         raise Refused(path, "is not a checkpoint of this trainer", hint=hint)
     with malformed(path):
-        _check(path, "", state, STRUCTURE)
+        structure.check(path, state)
         of_parts = {part: collectives.digest_all(values) for part, values in same_on_ranks(state).items()}
         digests = of_parts | {"run": digest_of_run(state)}
     for part, digest in state["digests"].items():
@@ -277,34 +238,3 @@ def require_file(path: str) -> None:
         raise Unreadable(path, "is a link to nothing" if os.path.islink(path) else reason(error)) from error
     if not stat.S_ISREG(mode):
         raise Refused(path, "is not a regular file", hint="name a checkpoint: --resume PATH")
-
-
-def _check(path: str, where: str, value: Any, wanted: Any) -> None:
-    """Raise Damaged, naming the place, if the value does not have the wanted structure."""
-    if isinstance(wanted, Each):
-        _check_type(path, where, value, (list, tuple))
-        for number, item in enumerate(value):
-            _check(path, f"{where}[{number}]", item, wanted.item)
-    elif isinstance(wanted, Named):
-        _check_type(path, where, value, (dict,))
-        for key, item in value.items():
-            _check_type(path, f"{where}: the key {key!r}", key, (wanted.key,))
-            _check(path, f"{where}.{key}", item, wanted.value)
-    elif isinstance(wanted, dict):
-        _check_type(path, where, value, (dict,))
-        for key, inner in wanted.items():
-            name = key.removesuffix("?")
-            if name in value:
-                _check(path, f"{where}.{name}".lstrip("."), value[name], inner)
-            elif key == name:
-                raise Damaged(path, f"lacks {f'{where}.{name}'.lstrip('.')}")
-    else:
-        _check_type(path, where, value, wanted if isinstance(wanted, tuple) else (wanted,))
-
-
-def _check_type(path: str, where: str, value: Any, types: tuple[type, ...]) -> None:
-    if not isinstance(value, types) or (
-        isinstance(value, bool) and bool not in types and object not in types
-    ):
-        names = " or ".join(kind.__name__ for kind in types)
-        raise Damaged(path, f"{where} is a {type(value).__name__}, not a {names}")

@@ -32,6 +32,7 @@ from ckpttool.models.diagnosis.treatment import treat
 from ckpttool.models.reloading import Reloaded, reload
 from ckpttool.models.skeleton import accepts
 from ckpttool.transforms.wrappers import found_prefixes
+from ckpttool.words import counted
 
 # Names of one kind that a message shows; it counts the rest.
 SHOWN = 8
@@ -119,7 +120,7 @@ def _remarks(
         count = len(loaded.added)
         plural = "s" * (count > 1)
         yield f"the file lacks {count} counter{plural} of BatchNorm, which begin{'s' * (not plural)} at 0"
-    yield from _casts(state, model)
+    yield from _casts(state, model, loaded)
     for other in checkpoint.other_states(state.path):
         yield f"it also holds '{other}'; to start from that: {_slim(checkpoint.path, other)}"
     unused = [name for name in state.others if name not in model.state_dict()]
@@ -128,14 +129,19 @@ def _remarks(
         yield f"not used: {_listed(unused)}"
 
 
-def _casts(state: State, model: nn.Module) -> Iterator[str]:
+def _casts(state: State, model: nn.Module, loaded: Reloaded) -> Iterator[str]:
     """Yield a remark for each change of an element type."""
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in model.parameters()}
-    types = Counter(tensor.dtype.name for tensor in state.tensors.values() if "float" in tensor.dtype.name)
-    if len(dtypes) == 1:
-        for name, count in types.items():
-            if name not in dtypes:
-                yield f"{count} tensors are {name} in the file and {next(iter(dtypes))} here"
+    casts: Counter[tuple[str, str]] = Counter()
+    own = model.state_dict()
+    for name in loaded.loaded:
+        saved = next((state.tensors[n] for n in (name, f"{loaded.prefix}{name}") if n in state.tensors), None)
+        if saved is not None:
+            casts[saved.dtype.name, str(own[name].dtype).removeprefix("torch.")] += 1
+    for (theirs, ours), number in casts.items():
+        if theirs == ours:
+            continue
+        are = "is" if number == 1 else "are"
+        yield f"{counted(number, 'tensor')} {are} {theirs} in the file and {ours} here"
 
 
 def _listed(names: Sequence[str], shown: int = SHOWN) -> str:

@@ -17,7 +17,7 @@ from ckpttool.distributed import collectives, divided, nested
 from ckpttool.errors import CheckFailed
 from train.checkpoint import deltas
 from train.checkpoint import files as checkpoint_files
-from train.checkpoint.format import digest_of_run, named_optimizer, same_on_ranks
+from train.checkpoint.format import SETTINGS, digest_of_run, named_optimizer, same_on_ranks
 from train.checkpoint.parts import Parts, remove_unnamed
 from train.trainer.trainer import Trainer
 
@@ -91,8 +91,8 @@ class Save:
         if self.parts:
             self.parts.write()
             shared |= collectives.digest_each(self.parts.shared())
-        if not self.config.zero:
-            shared |= parts["optimizer"]
+        of_optimizer = parts["optimizer"].items()
+        shared |= {name: d for name, d in of_optimizer if not self.config.zero or name.startswith(SETTINGS)}
         return shared | {f"the average of {name}": digest for name, digest in parts.get("ema", {}).items()}
 
     def write(self) -> None:

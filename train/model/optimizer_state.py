@@ -13,16 +13,17 @@ from ckpttool.distributed import nested
 from ckpttool.distributed.divided import part_like
 
 
-def consolidated(optimizer: Optimizer) -> dict[str, Any] | None:
+def consolidated(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's whole state, to be saved. A collective if it is divided among ranks.
 
-    Its tensors are the optimizer's own, or copies on the CPU if it is divided; it is then None on all ranks
-    but 0.
+    Its tensors are the optimizer's own, or copies on the CPU if it is divided; all ranks but 0 then have the
+    settings of its groups alone.
     """
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer.state_dict()
     optimizer.consolidate_state_dict(to=0)
-    whole = optimizer.state_dict() if optimizer.rank == 0 else None
+    # Of the others, torch's own class would ask for the whole.
+    whole = optimizer.state_dict() if optimizer.rank == 0 else Optimizer.state_dict(optimizer)
     # Or rank 0 would keep all of it until the next time.
     optimizer._all_state_dicts.clear()  # type: ignore[attr-defined]
     return whole

@@ -266,7 +266,7 @@ class Updater:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it. A collective.
 
-        Tensors are the optimizer's own. With `--zero` its state is rank 0's alone, and None on the others.
+        Tensors are the optimizer's own. With `--zero` its state is rank 0's alone, but for its settings.
         """
         state = {
             "optimizer": optimizer_state.consolidated(self.optimizer),

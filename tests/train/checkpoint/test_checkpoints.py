@@ -121,9 +121,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def save_a_change(rank: int, world_size: int, folder: str, what: str, on: int) -> Any:
+def save_a_change(
+    rank: int, world_size: int, folder: str, what: str, on: int, settings: dict[str, Any] | None = None
+) -> Any:
     """Save after an epoch, and after a change on one rank; return the error."""
-    trainer = make_trainer(rank, world_size)
+    trainer = make_trainer(rank, world_size, **settings or {})
     trainings.finish_epoch(trainer)
     if rank == on:
         with torch.no_grad():
@@ -131,11 +133,15 @@ def save_a_change(rank: int, world_size: int, folder: str, what: str, on: int) -
     return trainings.error_of(lambda: save_last(trainer, folder, best=True))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("what", list(CHANGES)[:3])
-def test_ranks_that_differ_name_the_tensor_and_the_rank_and_write_no_file(run_ranks, tmp_path, size, what):
+@pytest.mark.parametrize(("what", "size", "settings"), [
+    *((what, size, {}) for what in list(CHANGES)[:3] for size in (2, 4)),
+    (list(CHANGES)[2], 2, {"zero": True}),
+])  # fmt: skip
+def test_ranks_that_differ_name_the_tensor_and_the_rank_and_write_no_file(
+    run_ranks, tmp_path, what, size, settings
+):
     said = f"rank 1 has a different {what} than rank 0, before saving"
-    assert run_ranks(size, save_a_change, str(tmp_path), what, 1) == [("RanksDiffer", said)] * size
+    assert run_ranks(size, save_a_change, str(tmp_path), what, 1, settings) == [("RanksDiffer", said)] * size
     assert os.listdir(tmp_path) == []
 
 

@@ -114,6 +114,16 @@ def test_the_remarks_say_what_the_file_also_holds_or_lacks_and_what_is_cast(what
     assert_same({name: value.to(found[name]) for name, value in expected.items()}, found)
 
 
+def test_casts_of_several_types_are_each_counted(tmp_path):
+    def model(*dtypes: torch.dtype) -> nn.Module:
+        return nn.ModuleList(nn.Linear(2, 2, dtype=dtype) for dtype in dtypes)
+
+    path = saved(prefixed(model(torch.float32, torch.float64).state_dict(), "module."), tmp_path / "f.pt")
+    remarks = load(model(torch.bfloat16, torch.float32), path)
+    assert "2 tensors are float32 in the file and bfloat16 here" in remarks
+    assert "2 tensors are float64 in the file and float32 here" in remarks
+
+
 # ---- what does not fit ---------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ class InBuffer(Counting):
         return self.scores(self.flat(images)) * (1 + self.seen / 10)
 
 
+class Typed(nn.Module):
+    """A network whose parameters are of a type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net, self.dtype = runs.steady().to(dtype), dtype
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return self.net(images.to(self.dtype)).float()
+
+
 class Fading:
     """A task whose loss gets smaller with each call."""
 
@@ -116,3 +128,12 @@ def test_a_run_with_extra_state_goes_on_bit_for_bit(run_ranks, tmp_path, make, s
     assert runs.different(*ends) == []
     kept = ends[0]["model"]["module._extra_state"]
     assert (kept["passes"] if make is Kept else int(kept)) >= runs.STEPS
+
+
+def test_a_resume_rounds_no_weights_to_another_type(run_ranks, tmp_path):
+    make = [partial(Typed, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    run_ranks(1, runs.run, make[0], str(tmp_path / "whole"), {"max_steps": 1})
+    resumed = {"resume": str(tmp_path / "whole" / "last.pt")}
+    (said,) = run_ranks(1, runs.run, make[1], str(tmp_path / "rest"), resumed)
+    named = "UsageFault: --model simple-cnn: net.stem.weight is bfloat16, and float32 in the saved model"
+    assert said.startswith(named) and said.endswith(" 2")
