@@ -3,8 +3,7 @@
     python train/evaluate.py runs/a/best.pt
     torchrun --nproc-per-node 3 train/evaluate.py model.safetensors --model resnet20 --data folder:pictures
 
-    python train/evaluate.py model.pt --model simple-cnn --spawn 2 --out eval    # without torchrun
-    python train/evaluate.py runs/a/best.pt --also-test hard=folder:hard --out eval    # two test sets
+    python train/evaluate.py runs/a/best.pt --spawn 2 --also-test hard=folder:hard --out eval    # without it
 
 The checkpoint can be any that ckpttool reads: saved from DDP or not, .pt, legacy .th or .safetensors. Only
 rank 0 reads it. Every test sample is scored once; a folder with one level of classes is the test set itself.
@@ -29,23 +28,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-try:
-    from train import console
-except ModuleNotFoundError as error:  # a clone that is not installed: Python looks in train/ alone
-    print(
-        f"error: {error.name} is not installed (in a clone of ckpttool: pip install -e '.[train]')",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+# In a clone that is not installed, Python looks in train/ alone.
+sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.failures import reason
 from ckpttool.words import counted
+from train import console
 from train.config.command_line import without
 from train.config.flags import Parser, add_flags
-from train.config.shared import DataConfig, RanksConfig, check_shared, count, flag
+from train.config.shared import OWN, DataConfig, RanksConfig, check_shared, count, flag
 from train.launch import program
 
 # Imports torch: imported where it is needed, so that wrong flags are refused within a tenth of a second.
@@ -188,14 +182,15 @@ def evaluate(job: Job) -> Scores:
     from ckpttool.distributed import collectives
     from train.data import data_set
     from train.launch import same_settings
-    from train.trainer.progress import OWN
+    from train.model import wrapping
 
     config, model = job.config, job.model
     same_settings.report(config)
     data_set.compare(job.data, "before evaluating", workers=config.workers)
+    wrapping.compare(model, "before evaluating")
     digest = collectives.from_rank_zero(lambda: load(job))
+    model.load_state_dict(collectives.broadcast(model.state_dict))  # with what is no tensor
     model.to(job.place.device)
-    collectives.broadcast_into(model.state_dict().values())
     return {
         name: score_one(job, name, each, digest) for name, each in {OWN: job.data, **job.data.others}.items()
     }
@@ -222,7 +217,6 @@ def load(job: Job) -> str:
     from ckpttool.files.digest import digest
     from ckpttool.models.reloading import reload
     from train.checkpoint import parts
-    from train.trainer.progress import OWN
 
     config = job.config
     earlier = [file for name in (OWN, *job.data.others) for file in prepare_output(config, name)]
@@ -243,9 +237,8 @@ def require_no_others(config: EvaluateConfig, names: Collection[str]) -> None:
     for entry in sorted(os.listdir(config.out)):
         if entry not in names and os.path.isfile(os.path.join(config.out, entry, STATEMENT)):
             what = f"--out {config.out}: holds the scores of another test set, '{entry}'"
-            raise OutputExists(
-                what, hint=f"give another folder, --also-test {entry}=DATA too, or remove {entry}/"
-            )
+            hint = f"give another folder, --also-test {entry}=DATA too, or remove {entry}/"
+            raise OutputExists(what, hint=hint)
 
 
 def prepare_output(config: EvaluateConfig, name: str) -> list[str]:
@@ -287,8 +280,6 @@ def write(job: Job, folder: str, score: Score, predicted: Predictions | None) ->
 
 def as_json(job: Job, scores: Scores) -> dict[str, Any]:
     """Return the result as `--json` prints it."""
-    from train.trainer.progress import OWN
-
     own = scores[OWN]
     basis = {"threads": own.evaluation.threads, "batch_size": own.evaluation.batch_size}
     tests = {name: score.score() for name, score in scores.items() if name != OWN}

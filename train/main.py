@@ -26,6 +26,7 @@ Exit codes: 0 done, 1 a check failed (ranks differ, a rank died, weights became 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,17 +34,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-try:
-    from train import console
-except ModuleNotFoundError as error:  # a clone that is not installed: Python looks in train/ alone
-    print(
-        f"error: {error.name} is not installed (in a clone of ckpttool: pip install -e '.[train]')",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+# In a clone that is not installed, Python looks in train/ alone.
+sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError
+from train import console
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch

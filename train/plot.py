@@ -21,6 +21,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+# In a clone that is not installed, Python looks in train/ alone.
+sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
 from ckpttool.analysis import run_log
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault, install
 from ckpttool.files.commit import replacing

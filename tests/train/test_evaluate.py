@@ -77,6 +77,36 @@ def test_any_number_of_ranks_gives_the_same_digits(run_ranks, saved, data):
             assert without_ranks(answer) == without_ranks(alone)
 
 
+SCALED = """
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 1.0
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+"""
+
+
+def test_every_rank_has_the_extra_state_of_the_checkpoint(run_ranks, tmp_path):
+    (tmp_path / "own.py").write_text(SCALED)
+    model = models.build(f"{tmp_path}/own.py:Scaled", shape=(), classes=0)
+    model.set_extra_state({"scale": 3.0})
+    torch.save(model.state_dict(), tmp_path / "scaled.pt")
+    arguments = [f"{tmp_path}/scaled.pt", "--model", f"{tmp_path}/own.py:Scaled", "--eval-batch", "100"]
+    (alone,) = run_ranks(1, score_on_ranks, arguments)
+    for answer in run_ranks(2, score_on_ranks, arguments):
+        assert without_ranks(answer) == without_ranks(alone)
+
+
 def certify_on_ranks(rank: int, world_size: int, arguments: list[str]) -> None:
     evaluate.evaluate(evaluate.prepare(parse(arguments)))
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 
+OWN = ""  # the name of --data's own test set, beside those of --also-test
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 SPELLINGS = {
     "steps": ("steps", "step"),

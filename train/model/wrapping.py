@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from ckpttool import batchnorm
+from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
@@ -22,6 +23,15 @@ from train.config.training import TrainConfig
 
 # Versions of one function that are compiled before torch gives up: each shape and each mode has its own.
 GRAPHS = 64
+
+
+def compare(model: nn.Module, when: str) -> None:
+    """Raise RanksDiffer unless all ranks have tensors of the same names, types and shapes. A collective."""
+    kinds = {
+        name: (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+        for name, value in model.state_dict().items()
+    }
+    collectives.compare(kinds, when, hint="let --model make the same on every rank")
 
 
 def wrap(config: TrainConfig, model: nn.Module) -> None:
