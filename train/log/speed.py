@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from ckpttool.distributed.dummy_pass import run_dummy_pass
+from ckpttool.distributed.group import Place
+from train.config.training import TrainConfig
+from train.tasks.task import Task
 
 # Dense peaks of GPUs in FLOP/s, of bfloat16 and float16 with tensor cores and of float32 without, as NVIDIA's
 # data sheets give them; the first name that a device's name contains.
@@ -49,6 +58,20 @@ class Work:
             if self.peak:
                 found["mfu"] = round(found["flops_per_second"] / self.peak, 4)
         return found
+
+
+def work_of(config: TrainConfig, task: Task, place: Place, model: nn.Module, batch: Any) -> Work:
+    """Return what is known of the work of a model that is not wrapped yet; `batch` is of one sample.
+
+    With `--shard` its operations are not counted: a rank may have no room for gradients of the whole.
+    """
+    peak = peak_of(place.device, config.amp, place.world_size)
+    if config.shard:
+        return Work(task.unit, peak=peak)
+    copied = copy.deepcopy(model)  # one may count its passes
+    forward = partial(task.forward, copied)
+    flops = flops_of(lambda: run_dummy_pass(copied, batch, forward, together=False))
+    return Work(task.unit, flops, peak)
 
 
 def flops_of(one_pass: Callable[[], object]) -> int | None:

@@ -46,8 +46,6 @@ class Sharded(nn.Module):
     def __init__(self, config: TrainConfig, model: nn.Module, place: Place) -> None:
         super().__init__()
         self.parameters_to_ignore = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        own = {name: _kind(value) for name, value in model.state_dict().items()}
-        collectives.compare(own, "before training")
         collectives.broadcast_into([*model.parameters(), *model.buffers()])
         groups, ranks = command_line.mesh_sizes(config, place.world_size)
         mesh = init_device_mesh(place.device.type, (groups, ranks), mesh_dim_names=("groups", "ranks"))
@@ -82,10 +80,6 @@ def _described(blocks: Counter[str], groups: int, ranks: int) -> str:
     named = [f"{number} × {name}" for name, number in blocks.items()]
     mesh = f"; {groups} groups of {ranks}" * (groups > 1)
     return f"divided as {', '.join([*named, 'the rest'] if named else ['one unit'])}{mesh}"
-
-
-def _kind(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _precision(config: TrainConfig, outputs: torch.dtype | None = None) -> fsdp.MixedPrecisionPolicy:

@@ -22,13 +22,14 @@ from train import console
 from train.checkpoint import parts
 from train.checkpoint.files import BEST, LAST
 from train.config import command_line
+from train.config.shared import OWN
 from train.launch.stopping import Stop
 from train.log import log_file
 from train.run.bar import Bar, Clock
 from train.run.header import header
 from train.run.score_table import Column, ScoreTable
 from train.tasks.builtin import Classification
-from train.trainer.progress import OWN, Score, Scores, TrainScore, in_words
+from train.trainer.progress import Score, Scores, TrainScore, in_words
 from train.trainer.trainer import Trainer
 
 # Steps in which nothing counts that are said; the log has all.

@@ -57,6 +57,8 @@ class Run:
         config = job.config
         self.trainer = trainer = Trainer(config, job.data, job.model, job.place, job.task)
         resumed = resume(trainer, folder)
+        if trainer.differing and collectives.rank() == 0:
+            console.warn(f"ranks differ: {trainer.differing}")
         trainer.feed.recorder = proof.recorder_of(trainer, folder)
         measured = [("shares", text) for text in shares.settle(trainer)]
         trainer.recorder.begin(resumed.source)

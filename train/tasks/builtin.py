@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ckpttool import metrics as exact
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.shared import DataConfig
@@ -213,7 +214,8 @@ def users(config: DataConfig) -> Any:
     """
     if ":" not in config.task:
         return None
-    return _instance(factory.build(config.task), config.task)
+    with seeded("task"):
+        return _instance(factory.build(config.task), config.task)
 
 
 def collate_of(made: Any, config: DataConfig) -> tuple[Collate, str] | None:

@@ -26,9 +26,8 @@ from train.tasks.task import Task
 # Of classification, what is correct of each class; of other tasks, their loss and metrics.
 Score = Certificate | LossCertificate
 
-# The scores of an evaluation by the name of the test set; that of --data's own comes first.
+# The scores of an evaluation by the name of the test set; OWN comes first.
 Scores = Mapping[str, Score]
-OWN = ""  # its name
 
 
 class Scorer:

@@ -9,9 +9,10 @@ from typing import Any
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from ckpttool.metrics.evaluating import measures
+from train.config.shared import OWN
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
-from train.trainer.progress import OWN, Scores
+from train.trainer.progress import Scores
 
 SIGNS = {"max": 1, "min": -1}
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,21 +19,25 @@ from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, se
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
+from train.config.shared import OWN
 from train.config.training import TrainConfig
 from train.data.data_set import Data
-from train.log.speed import Work, flops_of, peak_of
+from train.log.speed import Work, work_of
 from train.log.step_log import StepLog
 from train.model import wrapping
 from train.model.sharding import Sharded
 from train.model.updater import Updater
 from train.tasks.builtin import Classification
 from train.tasks.task import Task
+from train.trainer import same_pass
 from train.trainer.feed import Feed
-from train.trainer.progress import OWN, Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore
+from train.trainer.progress import Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore
 from train.trainer.selection import selection
+from train.trainer.unused import Used, require_used
 
 
 def _wrapped(config: TrainConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
+    wrapping.compare(model, "before training")
     if config.shard:
         return Sharded(config, model, place)
     how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
@@ -47,6 +49,8 @@ class Trainer:
 
     Attributes:
         ddp: the model in DDP, or in what takes its place with `--shard`.
+        dummy_batch: of one sample, the same on all ranks.
+        differing: what differs if ranks compute another loss for that, with the same weights.
     """
 
     def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
@@ -63,12 +67,14 @@ class Trainer:
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
-        self._dummy_batch = self.feed.batch_of([0])
+        self.dummy_batch = self.feed.batch_of([0])
         self._draws = self._draws_numbers(model) if config.accumulate > 1 or config.resume else False
-        work = self._work(model)
+        work = work_of(config, task, place, model, self.dummy_batch) if place.rank == 0 else Work()
         wrapping.wrap(config, model)
         self.ddp = _wrapped(config, model, place)
+        self.differing = same_pass.compare(config, task, self.ddp.module, self.dummy_batch)
         self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
+        self.used = Used(self.updater.parameters) if config.find_unused else None
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
@@ -77,22 +83,6 @@ class Trainer:
         if not config.shard:
             settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
-
-    def _work(self, model: nn.Module) -> Work:
-        """Return what is known of the work of a model that is not wrapped yet; only rank 0 logs it.
-
-        With `--shard` its operations are not counted: a rank may have no room for gradients of the whole.
-        """
-        place, task = self.place, self.task
-        if place.rank != 0:
-            return Work()
-        peak = peak_of(place.device, self.config.amp, place.world_size)
-        if self.config.shard:
-            return Work(task.unit, peak=peak)
-        copied = copy.deepcopy(model)  # one may count its passes
-        forward = partial(task.forward, copied)
-        flops = flops_of(lambda: run_dummy_pass(copied, self._dummy_batch, forward, together=False))
-        return Work(task.unit, flops, peak)
 
     @property
     def recorder(self) -> Recorder:
@@ -133,8 +123,9 @@ class Trainer:
                 after_forward()
             return outputs
 
-        with self.not_compiled(), self.updater.precision.autocast():
-            run_dummy_pass(self.ddp, self._dummy_batch, forward, together=together)
+        uncounted = self.used.paused() if self.used else contextlib.nullcontext()
+        with self.not_compiled(), self.updater.precision.autocast(), uncounted:
+            run_dummy_pass(self.ddp, self.dummy_batch, forward, together=together)
 
     def not_compiled(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
@@ -156,7 +147,7 @@ class Trainer:
     def _draws_numbers(self, model: nn.Module) -> bool:
         """Return whether a model draws random numbers in a pass. Not a collective; leaves no trace."""
         device = next(model.parameters()).device  # with --shard it is not where it will be trained
-        batch = self.task.batch_to(self._dummy_batch, device)
+        batch = self.task.batch_to(self.dummy_batch, device)
         with torch.no_grad(), leaving_no_trace(model, together=False):
             before = collectives.digest_all(randomness.take())
             self.task.forward(model, batch)
@@ -292,12 +283,12 @@ class Trainer:
         collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
 
     def check_gradients(self) -> None:
-        """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""
-        if self.config.find_unused:
-            return
-        for name, parameter in self.updater.parameters:
-            if parameter.grad is None:
-                which = f"parameter {name} did not affect the output in step {self.progress.global_step + 1}"
-                why = f"{which}, and ranks average the gradients of all parameters"
-                ways = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
-                raise CheckFailed(f"--model {self.config.model}: {why}", hint=f"give --find-unused, {ways}")
+        """End the passes of a step: no gradient is left of what none has used. A collective.
+
+        Raises CheckFailed without `--find-unused` if there is such a parameter.
+        """
+        if self.used is not None:
+            self.used.settle()
+        else:
+            step = self.progress.global_step + 1
+            require_used(self.config.model, self.updater.parameters, step)

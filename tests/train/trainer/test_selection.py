@@ -21,11 +21,11 @@ from tests.ranks import runs, trainings
 from tests.support.run_log import entries_of, epochs_of
 from train import evaluate, main
 from train.checkpoint import files
-from train.config.shared import Every
+from train.config.shared import OWN, Every
 from train.data.data_set import Data
 from train.tasks.builtin import Classification, Regression
 from train.tasks.task import Task
-from train.trainer.progress import OWN, Progress
+from train.trainer.progress import Progress
 from train.trainer.selection import Selection, selection
 
 CLASSES = Classification(trainings.tensors((3, 8, 8), 10))
