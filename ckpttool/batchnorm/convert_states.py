@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.module_kinds import KINDS_TEXT, kinds_in, kinds_text
+from ..checkpoint.module_kinds import kinds_in, with_kinds
 from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
@@ -181,7 +181,7 @@ def convert(
     new = checkpoint.changed(
         target, lambda value: _converted(target, report, entries) if value is target.container else value
     )
-    return replace(new, metadata=_text(checkpoint.metadata, wanted if as_text else {})), report
+    return replace(new, metadata=with_kinds(checkpoint.metadata, wanted if as_text else {})), report
 
 
 def _report(
@@ -251,12 +251,6 @@ def zero(like: Storage) -> TensorRef:
     """Return an int64 scalar of 0 in its own storage, with the file and device of another storage."""
     where = {"location": like.location, "byteorder": like.byteorder}
     return TensorRef.of_bytes(Computed.in_memory(like.data.path, bytes(8)), DTYPES["int64"], (), **where)
-
-
-def _text(metadata: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the text of a safetensors header with these kinds recorded, or with no record for none."""
-    new = {name: value for name, value in metadata.items() if name != KINDS_TEXT}
-    return {**new, KINDS_TEXT: kinds_text(kinds)} if kinds else new
 
 
 def _none(checkpoint: Checkpoint, state: State) -> NothingToDo:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.dotted_names import follow
-from ..checkpoint.module_kinds import KINDS_TEXT, kinds_in, kinds_text
+from ..checkpoint.module_kinds import moved_kinds
 from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
@@ -236,16 +236,8 @@ def _apply(
 
     also = {other.where: theirs for other, theirs in others}
     changed = checkpoint.changed(state, change, [other for other, _ in others])
-    texts = _renamed_kinds(checkpoint.metadata, renaming)
+    texts = moved_kinds(checkpoint.metadata, _keys(state), renaming.names, renaming.modules())
     return replace(changed, metadata=texts), replace(renaming, also=also)
-
-
-def _renamed_kinds(metadata: Mapping[str, str], renaming: Renaming) -> Mapping[str, str]:
-    """Return the text of a safetensors header with layers under their new paths in the record of kinds."""
-    if not (kinds := kinds_in(metadata)):
-        return metadata
-    module = renaming.modules()
-    return {**metadata, KINDS_TEXT: kinds_text({module(path): kind for path, kind in kinds.items()})}
 
 
 def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, object]) -> dict[object, object]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..checkpoint import full_json
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
+from ..checkpoint.module_kinds import moved_kinds
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.special_tensors import PLACEHOLDER, require_plain
 from ..checkpoint.state import State
@@ -80,6 +81,7 @@ def select(
         raise NothingToDo(f"{checkpoint.path}: no key would be left", hint="give fewer patterns")
     rest = set(keys) - kept
     new = replace_state(checkpoint, target, lambda old: {k: v for k, v in old.items() if k not in rest})
+    new = replace(new, metadata=moved_kinds(checkpoint.metadata, keys, kept))
     return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k in rest))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import OrderedDict
 from functools import partial
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import Collision, NothingToDo, UsageFault
+from ckpttool.transforms.mapping.applying import apply
+from ckpttool.transforms.mapping.rule_file import rules_in
 from ckpttool.transforms.renaming import add_names, strip_names
 from ckpttool.transforms.wrappers import found_prefixes, inner_prefixes
 from tests.support.comparing import assert_same
@@ -320,6 +324,23 @@ def test_the_kinds_of_batchnorm_layers_in_a_header_follow(tmp_path: Path) -> Non
         wanted = '{"bn": "BatchNorm1d", "head.1": "BatchNorm2d", "seq.0": "BatchNorm3d"}'
         assert new.metadata == {"batchnorm.kinds": wanted, "note": "module.bn"}
         assert ckpttool.add_prefix(new)[0].metadata == checkpoint.metadata
+
+
+def test_kinds_follow_a_map_and_end_with_the_last_key_of_their_layer(tmp_path: Path) -> None:
+    kinds = {"b.0": "BatchNorm1d", "b.1": "BatchNorm2d", "b.2": "BatchNorm3d"}  # the last has no keys
+    tensors = {"b.0.weight": ONE, "b.1.weight": ONE + 1, "b.1.bias": ONE + 2}
+    save_file(tensors, tmp_path / "in.safetensors", metadata={"batchnorm.kinds": json.dumps(kinds)})
+    rules = rules_in('[[rule]]\nfrom = "b.{i}.{kind:*}"\nto = "n.{i}.{kind}"')
+
+    def recorded(checkpoint: Checkpoint) -> object:
+        return json.loads(checkpoint.metadata.get("batchnorm.kinds", "null"))
+
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
+        mapped, _ = apply(checkpoint, rules)
+        assert recorded(mapped) == {"n.0": "BatchNorm1d", "n.1": "BatchNorm2d", "n.2": "BatchNorm3d"}
+        for exclude, left in (["b.0.*", "b.1.weight"], ["b.1", "b.2"]), (["b.1.*"], ["b.0", "b.2"]):
+            new, _ = ckpttool.select(checkpoint, exclude=exclude)
+            assert recorded(new) == {layer: kinds[layer] for layer in left}
 
 
 @pytest.mark.parametrize("text", ["[]", "no JSON", "{}"])

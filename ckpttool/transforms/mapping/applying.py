@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.module_kinds import moved_kinds
 from ...checkpoint.settings import json_object, settings_beside
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
@@ -102,6 +103,9 @@ def apply(
     for each in mappings:
         require_unpacked(checkpoint, each.state, names=each.made_anew)
     casting = Overflows(reports=[report for each in mappings for report in each.reports])
+    moved = first.moved
+    texts = moved_kinds(checkpoint.metadata, first.state.keys(), moved.names, moved.modules())
+    changed = replace(changed, metadata=texts)
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
 
 

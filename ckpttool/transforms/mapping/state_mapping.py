@@ -126,6 +126,11 @@ class StateMapping:
         """Whether each tensor stays as it is, and none is left out."""
         return not (self.matched.dropped or any(move.rule.steps for move in self.matched.moves))
 
+    @property
+    def moved(self) -> Renaming:
+        """Where each name went, or what was made of it; known once `container` was made."""
+        return Renaming({old: new for new, sources in self.names.items() for old in sources})
+
     def container(self) -> Container:
         """Return the state's dict under the new names, in the order of the old ones."""
         taken = {name: move for move in self.matched.moves for name in move.names}
@@ -239,8 +244,7 @@ class StateMapping:
             and isinstance(new.attributes, dict)
             and self.state.versions is not None
         ):
-            names = {old: target for target, sources in self.names.items() for old in sources}
-            versions = renamed_versions(self.state.versions, Renaming(names), {})
+            versions = renamed_versions(self.state.versions, self.moved, {})
             new.attributes = {**new.attributes, "_metadata": versions}
         return new
 
