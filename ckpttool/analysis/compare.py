@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, expect
-from ..checkpoint.dotted_names import MAX_NAMES, contents
+from ..checkpoint.dotted_names import MAX_NAMES, contents, follow
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
 from ..errors import NoState, Unsupported, UsageFault
 from ..files.pieces import Progress
 from ..formats.reading import File, opened
-from ..inert_pickle.values import tensor_of
+from ..inert_pickle.values import remade, tensor_of
 from ..lazy import shown_by
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
@@ -222,6 +222,20 @@ def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
     return checkpoint.format in HOLD_ALL or bool(outside_of(checkpoint, state))
 
 
+_Place = tuple[object, str] | None  # a dict, and a key in it
+
+
+def _place(checkpoint: Checkpoint, state: State) -> _Place:
+    """Return where a state is: what is in other places too is compared there."""
+    return (follow(checkpoint.tree, state.path[:-1]), state.path[-1]) if state.path else None
+
+
+def _without(container: object, place: _Place) -> object:
+    if place is None or container is not place[0] or not isinstance(container, dict):
+        return container
+    return remade(container, ((key, value) for key, value in container.items() if key != place[1]))
+
+
 class _Comparing:
     """One comparison: the differences found, and the pairs of tensors whose values are still to be read."""
 
@@ -259,7 +273,7 @@ class _Comparing:
         if _compares_all(self.a, mine) and _compares_all(self.b, theirs):
             self.trees(_entries(mine, likes=False), _entries(theirs, likes=False))
             a, b = self.a.tree if mine.path else {}, self.b.tree if theirs.path else {}
-            self.trees(a, b, (mine.anchor, theirs.anchor))
+            self.trees(a, b, (_place(self.a, mine), _place(self.b, theirs)))
         else:
             self.aside = outside_of(self.a, mine), outside_of(self.b, theirs)
 
@@ -280,8 +294,8 @@ class _Comparing:
         """Yield what is read of one of the files, by the names of the tensors that use it."""
         return ((pair.name, (pair.a, pair.b)[side].storage) for pair in self.pairs)
 
-    def trees(self, a: object, b: object, apart: tuple[object, object] = (None, None)) -> None:
-        """Compare two trees by dotted names, each pair of containers once, and not the values `apart`."""
+    def trees(self, a: object, b: object, apart: tuple[_Place, _Place] = (None, None)) -> None:
+        """Compare two trees by dotted names, each pair of containers once, and not what is at `apart`."""
         seen: set[tuple[int, int]] = set()
         left = MAX_NAMES
         stack: list[tuple[str, object, object]] = [("", a, b)]
@@ -299,22 +313,19 @@ class _Comparing:
                 for side, both in enumerate(((x, y), (y, x))):
                     if numbers_as_text(*both):
                         self.text_keys[side].append(name)
-                pair = both_by_name(x, y, self.bare)
+                pair = both_by_name(_without(x, apart[0]), _without(y, apart[1]), self.bare)
                 begin = f"{name}." if name else ""
                 below = [(begin + key, one, other) for key, one, other in keys_apart(x, y)]
-                below += self._below(begin, *pair, apart)
+                below += self._below(begin, *pair)
                 left -= sum(len(path) for path, _, _ in below)
                 if left < 0:
                     raise Unsupported(self.a.path, "its dotted names need too much memory")
                 stack.extend(reversed(below))
 
     def _below(
-        self, path: str, mine: dict[str, object], theirs: dict[str, object], apart: tuple[object, object]
+        self, path: str, mine: dict[str, object], theirs: dict[str, object]
     ) -> Iterator[tuple[str, object, object]]:
         """Yield the names that both containers have; record those that only one has."""
-        if apart != (None, None):
-            mine = {name: value for name, value in mine.items() if value is not apart[0]}
-            theirs = {name: value for name, value in theirs.items() if value is not apart[1]}
         for name, value in mine.items():
             if name in theirs:
                 yield path + name, value, theirs[name]

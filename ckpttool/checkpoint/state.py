@@ -242,10 +242,13 @@ class StateSearch:
         return make_state(path, entries, nested=value, places=places, elsewhere=elsewhere)
 
     def _ranked(self) -> list[tuple[Likelihood, Path]]:
-        """Return the paths of states with their likelihood, the likeliest first."""
+        """Return the paths of states with their likelihood, the likeliest first; of one, its likeliest."""
         paths = states.candidates(self.tree)
         rated = [(states.likelihood(path, partial(self._entries, path)), path) for path in paths]
-        return sorted(rated, key=lambda pair: pair[0])
+        best: dict[int, tuple[Likelihood, Path]] = {}
+        for each in sorted(rated, key=lambda pair: pair[0]):
+            best.setdefault(id(follow(self.tree, each[1])), each)
+        return [*best.values()]
 
     def _entries(self, path: Path) -> Mapping[object, object]:
         value = follow(self.tree, path)

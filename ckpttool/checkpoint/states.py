@@ -75,29 +75,41 @@ def is_numbered(value: object) -> bool:
 
 
 def candidates(root: object) -> Iterator[Path]:
-    """Yield the paths of states: dicts by text with a tensor inside, nested dicts, and models."""
+    """Yield the paths of states: dicts by text with a tensor inside, nested dicts, and models.
+
+    One that is in several places is yielded for the first, and for those whose names states have.
+    """
     # A file that is one empty dict is the state of a model without parameters.
-    seen: set[int] = set()
+    found: dict[int, bool] = {}  # whether it is one, by what has been looked at
     inside = dict, Record  # not `dict | Record`, which would be made again for every tensor
     level: list[tuple[Path, object]] = [((), root)]
     for _ in range(LEVELS):
         below: list[tuple[Path, object]] = []
         for path, value in level:
-            if id(value) in seen or is_optimizer(value):
+            if id(value) in found:
+                if found[id(value)] and _has_a_models_name(path):
+                    yield path
                 continue
-            seen.add(id(value))
-            if is_module(value):
+            if is_optimizer(value):
+                continue
+            nested = isinstance(value, dict) and is_nested(path, value)
+            is_one = nested or is_module(value)
+            if isinstance(value, dict) and not is_one:
+                is_one = is_state(value) or (value is root and not value)
+            found[id(value)] = is_one
+            if is_one:
                 yield path
             if isinstance(value, dict):
-                nested = is_nested(path, value)
-                if nested or is_state(value) or (value is root and not value):
-                    yield path
                 if nested or all_tensors(value.values()):
                     continue
                 items = ((key, item) for key, item in value.items() if isinstance(item, inside))
                 named = ((key, item) for key, item in items if isinstance(key, str))
                 below.extend(((*path, key), item) for key, item in named if not key.endswith(EXTRA_STATE))
         level = below
+
+
+def _has_a_models_name(path: Path) -> bool:
+    return not is_average(path) and any(_rank(name) is not None for name in path)
 
 
 class Kind(IntEnum):
@@ -204,6 +216,22 @@ def path_of(root: object, where: str) -> Path | None:
             inside = [key for key in value if isinstance(key, str) and dotted.startswith(key + ".", at)]
             stack.extend(((*path, key), value[key], at + len(key) + 1) for key in reversed(inside))
     return None
+
+
+def places_of(root: object, value: object) -> list[Path]:
+    """Return the paths of dicts, as deep as states are searched for, at which a tree has one value."""
+    found: list[Path] = []
+    seen: set[int] = set()
+    level: list[tuple[Path, object]] = [((), root)]
+    for _ in range(LEVELS - 1):
+        below: list[tuple[Path, object]] = []
+        for path, outer in level:
+            if isinstance(outer, dict) and id(outer) not in seen and outer is not value:
+                seen.add(id(outer))
+                below += [((*path, key), item) for key, item in outer.items() if isinstance(key, str)]
+        found += [path for path, item in below if item is value]
+        level = below
+    return found
 
 
 def stand_ins(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:

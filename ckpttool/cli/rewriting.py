@@ -158,6 +158,8 @@ def rewrite(
         companions = companions.without(outcome.untrue)
         if new.opened != checkpoint.opened:
             outcome.left_out += _attributes(checkpoint, choices["state"], outcome.left_out)
+        if place.holds_all and outcome.where is None:
+            outcome.notes += _of_the_same_dict(checkpoint, new, choices["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
         with console.bar("writing") as bar:
@@ -189,6 +191,23 @@ def _attributes(checkpoint: Checkpoint, where: str | None, known: Sequence[str])
     state = checkpoint.state(where)
     names = (".".join([*state.path, name]) for name, _ in own_attributes(state.module))
     return tuple(name for name in names if name not in known)
+
+
+def _of_the_same_dict(old: Checkpoint, new: Checkpoint, where: str | None) -> Iterator[str]:
+    """Yield, in words, other entries that are the very dict of the state, which changed with it."""
+    from ..checkpoint.dotted_names import dotted, follow
+    from ..checkpoint.states import places_of
+
+    state = old.state(where) if where is not None else old.found_state()
+    places = places_of(old.tree, state.anchor) if state is not None else []
+    if state is None or len(places) < 2:
+        return
+    changed = new.state_at(state.path)
+    if ([*changed.container], [*changed.items()]) == ([*state.container], [*state.items()]):
+        return
+    for path in places:
+        if path != state.path and follow(new.tree, path) is changed.anchor:
+            yield f"'{dotted(path)}' is the same dict as '{state.where}', and changed with it"
 
 
 def _report(

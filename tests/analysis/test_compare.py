@@ -91,6 +91,17 @@ def test_an_empty_container_differs_from_a_missing_one(folder: Path) -> None:
     assert (found.only_a, found.only_b) == (("x",), ())
 
 
+def test_the_model_under_a_second_name_is_compared_there_too(folder: Path) -> None:
+    """As `torch.save({"model": state, "ema": state})` has it: one dict in two places."""
+    state = {"w": torch.ones(2)}
+    twice = {"ema": state, "model": state}
+    assert compared(folder, twice, {"model": state}).only_a == ("ema",)
+    assert compared(folder, {"model": state}, twice).only_b == ("ema",)
+    assert compared(folder, twice, {"model": state, "ema": {"w": torch.ones(2)}}).same
+    (change,) = compared(folder, twice, {"model": state, "ema": {"w": torch.zeros(2)}}).changed
+    assert (change.name, change.why) == ("ema.w", "values")
+
+
 def test_values_that_contain_themselves_are_compared(folder: Path) -> None:
     def tree(last: int) -> dict[str, Any]:
         loop: list[Any] = [1]

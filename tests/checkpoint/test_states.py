@@ -169,3 +169,11 @@ def test_several_states_are_kept_and_compared_whole(tmp_path: Path) -> None:
     other = opened({**GAN, "discriminator": weights(4)}, tmp_path)
     changed = [change.name for change in diff(other, copy).changed]
     assert changed == ["discriminator.weight", "discriminator.bias"]
+
+
+def test_a_state_in_two_places_is_taken_by_its_likelier_name(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    for tree in ({"ema": state, "model": state}, {"a": state, "net": {"model": state}}):
+        with opened(tree, tmp_path) as checkpoint:
+            assert checkpoint.state().where.endswith("model")
+            assert len(checkpoint.states()) == 1

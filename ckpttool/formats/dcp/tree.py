@@ -16,7 +16,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import Entry, dotted
 from ...errors import Damaged, Refused
 from ...inert_pickle.reader import PickleFault
-from ...inert_pickle.values import Global, OrderedDict_, Record, in_brief, remade, tensor_of, walk
+from ...inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, remade, tensor_of, walk
 from ...remote.places import exists, open_source_at
 from ...system import join
 from ...tensors.dtypes import DTYPES
@@ -30,6 +30,8 @@ TOP = "the dict at the top"
 WITH_FULL = "keep everything with convert --full"
 # How many objects an error names one by one.
 MOST_TOLD = 4
+
+MAX_VALUES = 10_000_000  # what is in several places counts in each
 
 # Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items.
 SPARE = 1000
@@ -113,6 +115,25 @@ def without_models(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with a dict of tensors in the place of a pickled model, which DCP can't hold."""
     state = checkpoint.found_state()
     return checkpoint if state is None or state.module is None else checkpoint.changed(state, lambda v: v)
+
+
+def with_each_its_own(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose containers are in one place each: DCP writes what is in several in each."""
+    left = MAX_VALUES
+
+    def own(value: Any, path: Path) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or len(path) > MAX_DEPTH:
+            what = f"'{'.'.join(map(str, path[:4]))}…' is nested too deeply, or holds too much"
+            raise Refused(checkpoint.path, what)
+        if isinstance(value, dict):
+            return remade(value, [(key, own(item, (*path, name_of(key)))) for key, item in value.items()])
+        if isinstance(value, list | tuple | set | frozenset):
+            return type(value)(own(item, (*path, number)) for number, item in enumerate(value))
+        return value
+
+    return replace(checkpoint, tree=own(checkpoint.tree, ()))
 
 
 def lost(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -24,14 +24,12 @@ from torch.futures import Future
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
 from ...errors import Refused
-from ...inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, tensor_of, walk
+from ...inert_pickle.values import Global, OrderedDict_, Record, tensor_of, walk
 from ...tensors.ref import TensorRef, contiguous_stride
 from ...tensors.to_torch import has_to_be_made, live_tensors, loaded_tensor, torch_dtype
 from .tree import check, inside, name_of, torch_size
 
 PICKLED = (tuple, set, frozenset)
-
-MAX_VALUES = 10_000_000  # what is in several places counts in each
 
 
 def write(checkpoint: Checkpoint, folder: str) -> None:
@@ -42,7 +40,7 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
         warnings.simplefilter("ignore")  # of a save without a process group, and of experimental types
         planner = _TensorsRead()
         live = _Live(checkpoint, planner)
-        state = {name_of(key): live.value(item, (name_of(key),)) for key, item in checkpoint.tree.items()}
+        state = {name_of(key): live.value(item) for key, item in checkpoint.tree.items()}
         try:
             save(state, storage_writer=_OneFile(folder), planner=planner, no_dist=True)
         except CheckpointException as failed:
@@ -59,7 +57,6 @@ class _Live:
     """Makes of inert values what torch's library takes, of a tensor that it names one without values."""
 
     def __init__(self, checkpoint: Checkpoint, planner: _TensorsRead) -> None:
-        self.path = checkpoint.path
         self.named = {id(tensor): planner.placeholder(name, tensor) for name, tensor in checkpoint.tensors()}
         # DCP pickles tuples and sets whole.
         whole = [
@@ -69,26 +66,17 @@ class _Live:
         pickled = {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(within) if tensor}
         made = live_tensors(pickled, mapped=False)
         self.pickled = {id(tensor): made[name] for name, tensor in pickled.items()}
-        self.visits = 0
 
-    def value(self, value: object, path: tuple[str, ...], *, pickled: bool = False) -> object:
+    def value(self, value: object, *, pickled: bool = False) -> object:
         tensor = tensor_of(value)
         if tensor is not None:
             return (self.pickled if pickled else self.named)[id(tensor)]
-        self.visits += 1
-        # What appears in several places is written in each.
-        if len(path) > MAX_DEPTH or self.visits > MAX_VALUES:
-            raise Refused(self.path, f"'{'.'.join(path[:4])}…' is nested too deeply, or holds too much")
         pickled = pickled or isinstance(value, PICKLED)
         if isinstance(value, dict):
-            items = ((key, (*path, name_of(key)), item) for key, item in value.items())
-            made = {key: self.value(item, at, pickled=pickled) for key, at, item in items}
+            made = {key: self.value(item, pickled=pickled) for key, item in value.items()}
             return OrderedDict(made) if isinstance(value, OrderedDict_) else made
-        if isinstance(value, list | tuple):
-            inside = (self.value(item, (*path, str(i)), pickled=pickled) for i, item in enumerate(value))
-            return type(value)(inside)
-        if isinstance(value, set | frozenset):
-            return type(value)(self.value(item, path, pickled=pickled) for item in value)
+        if isinstance(value, list | tuple | set | frozenset):
+            return type(value)(self.value(item, pickled=pickled) for item in value)
         if isinstance(value, Global):  # an element type or a size: `check` lets nothing else pass
             return getattr(torch, value.name)
         return torch.Size(torch_size(value)) if isinstance(value, Record) else value

@@ -60,6 +60,8 @@ class SavePlan:
         kept: Collection[str],
         time: int | None = None,
     ) -> None:
+        if target.format == dcp.NAME and not target.full:
+            checkpoint = dcp_tree.with_each_its_own(checkpoint)
         self.checkpoint, self.where, self.kept, self.time = checkpoint, where, kept, time
         self.shard_size = shard_size or shards.DEFAULT_SIZE
         self.target, self.path, self.format, self.full = target, target.path, target.format, target.full

@@ -123,6 +123,14 @@ def test_a_state_is_named_where_only_one_is_converted(cli: Any) -> None:
     assert torch.equal(load_file("b.safetensors")["w"], (base + 1).half())
 
 
+def test_another_name_of_the_very_dict_that_changes_is_told(cli: Any) -> None:
+    state = {"w": base, "b": base + 1}
+    torch.save({"model": state, "ema": state, "epoch": 3}, "in 2.pt")
+    ran = cli("convert 'in 2.pt' out.pt --exclude b")
+    assert (ran.code, ran.err) == (0, "'ema' is the same dict as 'model', and changed with it\nleft out: b\n")
+    assert "same dict" not in cli("convert 'in 2.pt' whole.pt --drop epoch").err
+
+
 # --complex
 
 

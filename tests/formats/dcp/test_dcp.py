@@ -65,6 +65,7 @@ TREES: dict[str, Callable[[], dict[str, Any]]] = {
         for dtype in (torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
     },
     "nothing": dict,
+    "twice": lambda: (lambda state: {"model": state, "ema": state})({"w": torch.ones(2)}),
 }
 
 
@@ -397,7 +398,7 @@ def test_a_place_that_is_told_twice_is_damage(tmp_path: Path) -> None:
 # Writing.
 
 
-@pytest.mark.parametrize("what", ["training", "flat", "lists", "dots in keys", "types"])
+@pytest.mark.parametrize("what", ["training", "flat", "lists", "dots in keys", "types", "twice"])
 def test_what_is_written_is_what_torch_would_have_saved(what: str, tmp_path: Path) -> None:
     tree = TREES[what]()
     dcp_to_torch_save(written(tree, tmp_path), tmp_path / "ours.pt")
