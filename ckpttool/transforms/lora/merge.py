@@ -108,7 +108,7 @@ class _Merging:
         if not (factors or self.whole):
             raise NothingToDo(f"{self.path}: holds no tensor, so nothing would be added")
         self._against: str | None = None
-        self._square: str | None = None
+        self._squares: list[str] = []
         self._kinds = orientations(state.tensors)
         self.ranks = adapter.settings("rank_pattern", "r", factors)
         self.alphas = adapter.settings("alpha_pattern", "lora_alpha", factors)
@@ -149,11 +149,14 @@ class _Merging:
         weight = self.state.tensors.get(f"{module}.weight")
         if weight is None or len(weight.shape) != 2:
             return False  # a convolution's never is
+        parent = module.rpartition(".")[0]
         if rows == columns:
-            self._square = self._square or module
-            self._against = self._against or self._kinds.get((module.rpartition(".")[0], not is_said_turned))
+            self._squares.append(module)
+            self._against = self._against or self._kinds.get((parent, not is_said_turned))
             return is_said_turned
         fits_turned = weight.shape == (columns, rows)
+        if fits_turned:
+            self._kinds.setdefault((parent, True), module)
         if fits_turned is not is_said_turned and weight.shape in ((columns, rows), (rows, columns)):
             self._against = self._against or module
         return fits_turned
@@ -179,18 +182,23 @@ class _Merging:
             types = {tensor.dtype.name, (old or tensor).dtype.name}
             if len(types) > 1 and types - {*PLAIN_FLOATS}:
                 raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
-        if self._against and self._square:
-            raise Unsupported(
-                self.path,
-                f"does not say whether the product of '{self._square[:80]}' is transposed: its weight is "
-                f"square, and '{self._against[:80]}' is not as fan_in_fan_out in {CONFIG} says",
-                hint=IN_PYTHON,
-            )
+        self._require_known_squares()
         changed: dict[tuple[object, ...], str] = {}
         for name in (*self.updates, *self.ties.by_view):
             if (other := changed.setdefault(tensors[name].view, name)) != name:
                 tied = f"the model ties it to '{other[:80]}', which the adapter changes too"
                 raise self._misfit(name, tied)
+
+    def _require_known_squares(self) -> None:
+        """Refuse square weights where layers are of both kinds, or nothing beside one shows a Conv1D."""
+        what = "does not say whether the product of '{:.80}' is transposed: its weight is square, and"
+        if self._against and self._squares:
+            why = f"'{self._against[:80]}' is not as fan_in_fan_out in {CONFIG} says"
+            raise Unsupported(self.path, f"{what.format(self._squares[0])} {why}", hint=IN_PYTHON)
+        for module in self._squares if self.config.get("fan_in_fan_out") else ():
+            if (module.rpartition(".")[0], True) not in self._kinds:
+                why = f"no Conv1D is beside it, as fan_in_fan_out in {CONFIG} says of the last layer"
+                raise Unsupported(self.path, f"{what.format(module)} {why}", hint=IN_PYTHON)
 
     def _missing(self, name: str, kind: str) -> Refused:
         """Return the error for a name that the model does not have, with what may be the cause."""

@@ -243,6 +243,12 @@ def test_a_layer_beside_a_square_one_tells_of_which_kind_it_is(said: bool, tmp_p
         merge(tmp_path)
 
 
+def test_a_square_layer_apart_from_all_conv1d_is_not_turned_on_the_word_of_another(tmp_path: Path) -> None:
+    save_layers(tmp_path, {"head.fc": (4, 4), "at.qkv": (4, 5)}, fan_in_fan_out=True)
+    with pytest.raises(Unsupported, match=r"'head\.fc' is transposed: .* no Conv1D is beside it"):
+        merge(tmp_path)
+
+
 def test_a_convolution_is_never_turned(tmp_path: Path) -> None:
     a, b = torch.randn(2, 1, 2, 2), torch.randn(4, 2, 1, 1)
     saved({"conv.weight": torch.zeros(4, 1, 2, 2)}, tmp_path / "base.pt")
