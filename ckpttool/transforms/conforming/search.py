@@ -224,9 +224,9 @@ def _in_order(tangle: Tangle, known: list[tuple[int, int]]) -> list[Match]:
 
 
 def _decided(matches: list[tuple[str, Match]], kernels: set[bool]) -> list[tuple[str, Match]]:
-    """Return the matches, square matrices as they are if no other matrix that could show it is transposed.
+    """Return the matches, square matrices as they are if others show that, and none is transposed.
 
-    Where any matrix of the layers is transposed, a square one may be too, and nothing but values tells.
+    Where any matrix of the layers is transposed, or all are square, nothing but values tells.
     """
     seen: dict[str, set[bool]] = defaultdict(set)
     for scope, match in matches:
@@ -234,9 +234,10 @@ def _decided(matches: list[tuple[str, Match]], kernels: set[bool]) -> list[tuple
             seen[scope].add(match.joint.ways[0].transposed)
     in_layers = any(True in seen[scope] for scope in seen if scope != TOP)
     anywhere = any(True in turns for turns in seen.values()) or len(kernels) > 1
+    is_shown = any(seen.values())
 
     def is_straight(scope: str) -> bool:
-        return not anywhere or (scope != TOP and not in_layers and seen[scope] == {False})
+        return (is_shown and not anywhere) or (scope != TOP and not in_layers and seen[scope] == {False})
 
     def decided(scope: str, match: Match) -> Match:
         found = match.joint
@@ -251,6 +252,10 @@ def _decided(matches: list[tuple[str, Match]], kernels: set[bool]) -> list[tuple
 
 
 def _shows_axes(found: Joint) -> bool:
-    """Return whether a match shows how matrices are laid out: it has one, neither square nor crossed."""
+    """Return whether a match shows how matrices are laid out: it has one, neither square nor crossed.
+
+    An embedding does not: it lies the same way in families that transpose their layers.
+    """
     is_matrix = len(found.whole.weight) in (2, 3) and not found.reshaped
-    return is_matrix and not (found.is_square or found.is_crossed)
+    is_embedding = any(_role(name) == ("embedding",) for name in found.whole.first.names.values())
+    return is_matrix and not (found.is_square or found.is_crossed or is_embedding)

@@ -174,6 +174,11 @@ AMBIGUOUS: dict[str, tuple[State, State, str]] = {
         filled({"a.weight": (6, 4), "b.weight": (4, 4)}),
         "'b' to 'b': as it is | transposed",
     ),
+    "square matrices alone, which an embedding says nothing of": (
+        filled({"wte.weight": (9, 4), "h.0.q.weight": (4, 4), "h.1.q.weight": (4, 4)}),
+        filled({"wte.weight": (9, 4), "g.0.q.weight": (4, 4), "g.1.q.weight": (4, 4)}),
+        "'h.0.q' to 'g.0.q': as it is | transposed",
+    ),
     "two layers of which one is the other's transposed": (
         filled({"a.weight": (4, 6), "b.weight": (6, 4), "c.weight": (3, 4)}),
         filled({"x.weight": (4, 6), "y.weight": (6, 4), "c.weight": (4, 3)}),
@@ -662,7 +667,7 @@ def test_hostile_names_come_over_or_are_refused_in_one_line(name: str, tmp_path:
 def test_an_optimizer_that_numbers_parameters_in_another_order_than_the_reference_is_refused(
     tmp_path: Path,
 ) -> None:
-    layers = {f"lin{i}": torch.nn.Linear(size, size) for i, size in enumerate((3, 5, 7))}
+    layers = {f"lin{i}": torch.nn.Linear(size, size + 1) for i, size in enumerate((3, 5, 7))}
     net = torch.nn.ModuleDict(layers)
     adam = torch.optim.Adam(net.parameters())
     for layer in layers.values():
@@ -682,7 +687,7 @@ def test_an_optimizer_that_numbers_parameters_in_another_order_than_the_referenc
 def test_buffers_may_stand_in_another_order_where_momentum_tells_which_they_are(
     momentum: float, tmp_path: Path
 ) -> None:
-    net = torch.nn.ModuleDict({f"lin{i}": torch.nn.Linear(size, size) for i, size in enumerate((3, 5))})
+    net = torch.nn.ModuleDict({f"lin{i}": torch.nn.Linear(size, size + 1) for i, size in enumerate((3, 5))})
     net["lin0"].register_buffer("gain", torch.ones(2))
     sgd = torch.optim.SGD(net.parameters(), momentum=momentum)
     for layer in net.values():
