@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
-from ...errors import UsageFault
+from ...errors import Refused, UsageFault
 from ...files.pieces import Progress
 from ...files.spool import Spool
 from ...tensors.dtypes import DTYPES
@@ -142,6 +142,9 @@ def extract_lora(
         base, other = (each.tensors[f"{module}.weight"] for each in states)
         of_layer = min(rank, base.shape[0], prod(base.shape[1:]))
         made = factors(Difference(base, other), of_layer)
+        if not isfinite(made.error):
+            what = f"'{module}.weight' differs from {checkpoint.path} by more than factors of float32 hold"
+            raise Refused(tuned.path, what)
         pair = _pair(base, made.left, made.right, turned=module in found.turned)
         for letter, values in pair.items():
             tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = _kept(values, spool)

@@ -81,7 +81,7 @@ class Factors:
     Attributes:
         left: rows x rank.
         right: rank x columns.
-        error: ‖D - left·right‖ / ‖D‖, in the Frobenius norm.
+        error: ‖D - left·right‖ / ‖D‖, in the Frobenius norm; NaN where float32 can't hold the factors.
         max_abs: the largest element of D - left·right.
     """
 
@@ -138,9 +138,10 @@ def _error(difference: Difference, left: NDArray[Any], right: NDArray[Any]) -> t
 
     a, b = left.astype("<f8"), right.astype("<f8")
     missed = total = worst = 0.0
-    for place, block in difference.rows():
-        rest = block - a[place] @ b
-        missed += float(np.vdot(rest, rest))
-        total += float(np.vdot(block, block))
-        worst = max(worst, float(np.abs(rest).max()))
+    with np.errstate(all="ignore"):
+        for place, block in difference.rows():
+            rest = block - a[place] @ b
+            missed += float(np.vdot(rest, rest))
+            total += float(np.vdot(block, block))
+            worst = max(worst, float(np.abs(rest).max()))
     return math.sqrt(missed / total), worst

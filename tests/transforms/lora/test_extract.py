@@ -255,6 +255,10 @@ WRONG: dict[str, tuple[Tensors, Tensors, dict[str, Any], type[CkptToolError], st
     "a missing name": (FC | {"b.weight": torch.ones(2, 2)}, FC, {}, Refused, "has no 'b.weight'"),
     "another shape": (FC, {"fc.weight": torch.ones(5, 3)}, {}, Refused, r"\[4, 3\], and \[5, 3\]"),
     "NaN": (FC, {"fc.weight": torch.full((4, 3), float("nan"))}, {}, Refused, "'fc.weight' has NaN or"),
+    "more than float32 holds": (
+        {"fc.weight": torch.zeros(4, 3).double()}, {"fc.weight": torch.ones(4, 3).double() * 1e200}, {},
+        Refused, "'fc.weight' differs from .* by more than factors of float32 hold",
+    ),
     "infinity": (FC, {"fc.weight": torch.full((4, 3), float("inf"))}, {}, Refused, "has NaN or infinity"),
     "rank 0": (FC, MORE, {"rank": 0}, UsageFault, "--rank 0"),
     "others of no kind": (FC, MORE, {"others": "keep"}, UsageFault, "neither save nor drop"),
