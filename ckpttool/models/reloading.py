@@ -26,6 +26,7 @@ from .diagnosis import Diagnosis
 from .diagnosis.fit import Blueprint, Case, Fit, compare
 from .diagnosis.script_lines import command_line
 from .diagnosis.treatment import as_reloaded
+from .diagnosis.value_remedies import tied_apart
 from .doctor import doctor, require_module, resized
 from .skeleton import accepts, with_versions
 
@@ -136,6 +137,9 @@ def reload(
         if case.fit.distance and not accepts(model, case.state):
             diagnosis = None if named else doctor(checkpoint, model, state=state, spec=spec)
             raise _mismatch(checkpoint, case.fit, _hint(case, diagnosis, state, spec))
+        if apart := tied_apart(case):
+            what, _, hint = apart.partition(": ")
+            raise Mismatch(f"{checkpoint.path}: {what}", hint=hint)
         values.update((name, value) for name, value in model.state_dict().items() if name in result.kept)
         _load(model, values, checkpoint.path, assign=assign)
     on_meta = tuple(name for name, tensor in _tensors(model) if tensor.is_meta)

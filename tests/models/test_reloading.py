@@ -125,6 +125,7 @@ def test_complex_values_for_real_parameters_are_a_mismatch(tmp_path: Path) -> No
     state = {"weight": torch.ones(1, 1, dtype=torch.complex64), "bias": torch.ones(1)}
     wrong = mismatch(saved(state, tmp_path / "f.pt"), torch.nn.Linear(1, 1))
     assert wrong.mismatched == (("weight", "complex64", "float32"),)
+    assert "outputs" not in str(wrong.hint)
 
 
 def test_a_number_where_a_tensor_belongs_is_missing(tmp_path: Path) -> None:
@@ -322,6 +323,19 @@ def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
     reload(saved(original.state_dict(), tmp_path / "f.pt"), model)
     assert model.out.weight is model.embed.weight
     assert_same(original.state_dict(), model.state_dict())
+
+
+def test_two_tensors_for_one_that_the_model_ties_are_refused(cli: Cli, tmp_path: Path) -> None:
+    """torch's load_state_dict keeps the last, without a word."""
+    state = Tied().state_dict()
+    path = saved({**state, "out.weight": state["out.weight"] + 1}, tmp_path / "f.pt")
+    with pytest.raises(Mismatch, match=r"'embed\.weight' and 'out\.weight' are one tensor in the model"):
+        reload(path, Tied())
+    reference = saved(Tied().state_dict(), tmp_path / "like.pt")
+    ran = cli("doctor", path, "--like", reference, "--json")
+    assert (ran.code, [problem["kind"] for problem in ran.json["problems"]]) == (1, ["tied"])
+    equal = saved({**state, "out.weight": state["out.weight"].clone()}, tmp_path / "equal.pt")
+    reload(equal, Tied())
 
 
 def test_values_are_converted_to_the_model_s_own_type(tmp_path: Path) -> None:

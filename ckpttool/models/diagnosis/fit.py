@@ -289,7 +289,8 @@ def _is_weight_norm(fit: Fit) -> bool:
 def _head(fit: Fit) -> tuple[str, str, str] | None:
     """Return the one layer whose number of outputs differs, and both numbers; None if more is wrong."""
     layers = {name.rpartition(".")[0] for name, *_ in fit.mismatched}
-    if fit.missing or fit.unexpected or len(layers) != 1:
+    are_shapes = all(there.startswith("[") for _, there, _ in fit.mismatched)
+    if fit.missing or fit.unexpected or len(layers) != 1 or not are_shapes:
         return None
     outputs = {tuple(shape.strip("[]").split(", ", 1)[0] for shape in both) for _, *both in fit.mismatched}
     inputs = {tuple(shape.strip("[]").partition(", ")[2] for shape in both) for _, *both in fit.mismatched}

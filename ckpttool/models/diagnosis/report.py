@@ -21,7 +21,7 @@ from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
 from .fit import Aim, Case, Fit, Rebuild, Treatment, shortened, unfixable
 from .script_lines import command_line
-from .value_remedies import is_packed
+from .value_remedies import is_packed, tied_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ class Report:
         then: str | None = None
         if not after.fit.distance:
             self._add_optimizers()
-            then = self._trial(self.aim) if not self._add_objects() else None
+            keeps = self._add_objects() or self._add_apart()
+            then = None if keeps else self._trial(self.aim)
         elif question := self.treatment.open_question:
             self.problems.append(Problem("ambiguous", question))
         elif rebuild is not None and (respec := rebuild(after)) is not None:
@@ -163,6 +164,12 @@ class Report:
             self.problems.append(Problem("object", f"{message}: {trusting}"))
         return bool(objects)
 
+    def _add_apart(self) -> bool:
+        """Add a problem if the model ties what differs in the file: torch keeps the last and says nothing."""
+        if apart := tied_apart(self.treatment.case):
+            self.problems.append(Problem("tied", apart))
+        return bool(apart)
+
     def _add_optimizers(self) -> None:
         """Add a problem if an optimizer, which counts parameters, would give momentum to other parameters."""
         after = self.treatment.case
@@ -231,6 +238,8 @@ class Report:
             if (place := after.blueprint.places.get(name)) is not None and place.dtype != tensor.dtype.name
         )
         for (theirs, ours), count in casts.items():
+            if "complex" in theirs and "complex" not in ours:
+                continue  # it does not fit, which is a problem
             message = f"{count} tensors are {theirs} in the file and {ours} in the model: loading casts them"
             # convert casts only floats, and a cast of codes would be no number of the model's
             known = SHORT_TYPES.get(ours) if "float" in theirs and not packed else None

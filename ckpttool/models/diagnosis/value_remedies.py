@@ -10,6 +10,7 @@ from itertools import permutations
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...checkpoint.states import COUNTER
+from ...tensors.values import same_values
 from ...transforms import layout, selection
 from ...transforms.quantization.dequantize import dequantize
 from ...transforms.quantization.recognise import recognise
@@ -37,6 +38,16 @@ def is_packed(checkpoint: Checkpoint, state: State) -> bool:
     """Return whether tensors of a state are codes, which mean nothing without what lies beside them."""
     found = recognise(checkpoint, state)
     return bool(found.groups or found.faults)
+
+
+def tied_apart(case: Case) -> str:
+    """Return, in words, two names that the model ties and whose values differ in the state; "" for none."""
+    for name, place in case.blueprint.places.items():
+        one, other = (case.state.tensors.get(each) for each in (place.first, name))
+        if one is not None and other is not None and one is not other and not same_values(one, other):
+            what = f"'{place.first}' and '{name}' are one tensor in the model, and differ in the file"
+            return f"{what}: torch keeps the last; convert --exclude leaves one out"
+    return ""
 
 
 def complex_parts(case: Case) -> Iterator[Remedy]:
