@@ -30,7 +30,7 @@ ARGUMENTS = {
     "add-prefix": "last.pt OUT",
     "rename-keys": "last.pt OUT --map module=m",
     "convert": "last.pt OUT",
-    "conform": "last.pt OUT --like plain.pt",
+    "conform": "last.pt OUT --like plain.pt --check-values",
     "maps": "",
     "slim": "last.pt OUT",
     "disarm": "last.pt OUT",

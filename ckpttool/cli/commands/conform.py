@@ -159,6 +159,7 @@ def _outcome(conformed: Conformed, like: str, console: Console) -> Outcome:
         ("taken from the other side, whose model computes them", conformed.taken),
         ("not written, as the other side's model computes them", conformed.lacking),
         ("rows of zeros added", conformed.padded),
+        ("square, and not transposed by their equal names alone (--check-values tells)", conformed.unshown),
         ("changed too", conformed.also),
     ):
         if names:

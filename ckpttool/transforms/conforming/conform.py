@@ -47,6 +47,8 @@ class Conformed:
         taken: names of buffers that the reference's model computes, with the reference's values.
         lacking: names of such buffers that are not written, as a model in the place of a file has no values.
         padded: names of tensors that got rows of zeros.
+        unshown: names of square matrices that were taken as they are by their equal names, as no other matrix
+            shows whether the layers are transposed.
         types: (type here, type in the reference, how many tensors).
         proven: how many tensors have the reference's values, bit for bit; 0 where they were not compared.
         also: dotted paths of copies of the state, such as an average, that were changed too.
@@ -62,6 +64,7 @@ class Conformed:
     taken: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
     padded: tuple[str, ...] = ()
+    unshown: tuple[str, ...] = ()
     types: tuple[tuple[str, str, int], ...] = ()
     proven: int = 0
     also: tuple[str, ...] = ()
@@ -169,6 +172,7 @@ def _conformed(
         tuple(taken),
         tuple(name for name in found.lacking if name not in more),
         tuple(padded),
+        found.unshown,
         _other_types(made, theirs),
         len(compared),
         mapped.also,

@@ -41,6 +41,7 @@ class Found:
         resized: pairs that differ in the first size alone, as vocabularies do.
         uneven: blocks of one kind of which both sides have different numbers, in words.
         falling: where numbers that pair blocks count up on one side and not on the other, in words.
+        unshown: names of square matrices that are taken as they are on the word of their equal names alone.
     """
 
     matches: list[tuple[str, Match]] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Found:
     resized: list[tuple[Module, Module]] = field(default_factory=list)
     uneven: tuple[str, ...] = ()
     falling: tuple[str, ...] = ()
+    unshown: tuple[str, ...] = ()
 
 
 def search(path: str, left: Places, right: Places, *, with_values: bool = False) -> Found:
@@ -90,6 +92,9 @@ def search(path: str, left: Places, right: Places, *, with_values: bool = False)
         found.falling = tuple(falling((m for _, m in found.matches), work.trusted.values()))
         _by_order(found, _is_sorted(left) or _is_sorted(right))
         found.matches = _decided(found.matches, kernels={_ends(left), _ends(right)})
+        if not any(_shows_axes(match.joint) for _, match in found.matches):
+            squares = [match.left[0].first for _, match in found.matches if match.joint.is_square]
+            found.unshown = tuple(each.names["weight"] for each in squares)
     return found
 
 
@@ -226,7 +231,7 @@ def _in_order(tangle: Tangle, known: list[tuple[int, int]]) -> list[Match]:
 def _decided(matches: list[tuple[str, Match]], kernels: set[bool]) -> list[tuple[str, Match]]:
     """Return the matches, square matrices as they are if others show that, and none is transposed.
 
-    Where any matrix of the layers is transposed, or all are square, nothing but values tells.
+    Where any matrix of the layers is transposed, nothing but values tells; where all are square, equal names.
     """
     seen: dict[str, set[bool]] = defaultdict(set)
     for scope, match in matches:
@@ -236,15 +241,17 @@ def _decided(matches: list[tuple[str, Match]], kernels: set[bool]) -> list[tuple
     anywhere = any(True in turns for turns in seen.values()) or len(kernels) > 1
     is_shown = any(seen.values())
 
-    def is_straight(scope: str) -> bool:
-        return (is_shown and not anywhere) or (scope != TOP and not in_layers and seen[scope] == {False})
+    def is_straight(scope: str, rests: str) -> bool:
+        if not anywhere:
+            return is_shown or rests == "name"
+        return scope != TOP and not in_layers and seen[scope] == {False}
 
     def decided(scope: str, match: Match) -> Match:
         found = match.joint
-        if found.is_square and is_straight(scope):
+        if found.is_square and is_straight(scope, match.rests):
             ways = tuple(way for way in found.ways if not way.transposed)
             return replace(match, joint=replace(found, ways=ways))
-        if found.is_crossed and not is_straight(scope):
+        if found.is_crossed and not is_straight(scope, match.rests):
             return replace(match, joint=replace(found, ways=(*found.ways, *found.ways)))
         return match
 

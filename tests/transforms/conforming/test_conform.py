@@ -106,6 +106,15 @@ def test_transposed_layers_are_found_by_their_shapes(tmp_path: Path) -> None:
     assert [row.rests for row in found.table] == ["name"] * 4
 
 
+def test_square_matrices_of_equal_names_alone_are_named(tmp_path: Path) -> None:
+    state = filled({"a.weight": (4, 4), "a.bias": (4,), "wte.weight": (9, 4)})
+    _, found = brought(renamed(state, {"a": "module.a", "wte": "module.wte"}), others(state), tmp_path)
+    assert found.unshown == ("module.a.weight",)
+    more = filled({"b.weight": (4, 3)})
+    _, found = brought({f"module.{k}": v for k, v in (state | more).items()}, others(state | more), tmp_path)
+    assert found.unshown == ()
+
+
 def test_an_axis_of_size_one_is_no_obstacle(tmp_path: Path) -> None:
     state = filled({"block.scale": (6,), "block.fc.weight": (6, 4, 1, 1)})
     like = {
@@ -175,9 +184,9 @@ AMBIGUOUS: dict[str, tuple[State, State, str]] = {
         "'b' to 'b': as it is | transposed",
     ),
     "square matrices alone, which an embedding says nothing of": (
-        filled({"wte.weight": (9, 4), "h.0.q.weight": (4, 4), "h.1.q.weight": (4, 4)}),
-        filled({"wte.weight": (9, 4), "g.0.q.weight": (4, 4), "g.1.q.weight": (4, 4)}),
-        "'h.0.q' to 'g.0.q': as it is | transposed",
+        filled({"wte.weight": (9, 4), "h.0.one.weight": (4, 4), "h.1.one.weight": (4, 4)}),
+        filled({"wte.weight": (9, 4), "h.0.other.weight": (4, 4), "h.1.other.weight": (4, 4)}),
+        "'h.0.one' to 'h.0.other': as it is | transposed",
     ),
     "two layers of which one is the other's transposed": (
         filled({"a.weight": (4, 6), "b.weight": (6, 4), "c.weight": (3, 4)}),
