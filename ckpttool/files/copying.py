@@ -10,6 +10,7 @@ from functools import partial, reduce
 from heapq import merge
 from itertools import chain, zip_longest
 from operator import itemgetter
+from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from .. import system
@@ -109,6 +110,7 @@ class Output:
         self._progress: Progress = progress or (lambda _: None)
         self._planned: list[_Copy] = []
         self._gathered = Gathered()
+        self._writing = Lock()
 
     def __enter__(self) -> Output:
         return self
@@ -133,10 +135,11 @@ class Output:
     def _write_now(self, position: int, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         end = position + len(view)
-        while view:
-            done = system.pwrite(self.fd, view[:WRITTEN], position)
-            view = view[done:]
-            position += done
+        with self._writing:  # in the kernel a second thread would wait too, but turning on its core
+            while view:
+                done = system.pwrite(self.fd, view[:WRITTEN], position)
+                view = view[done:]
+                position += done
         if end // FLUSHED > (end - len(data)) // FLUSHED:
             _start_flushing(self.fd, (end // FLUSHED - 1) * FLUSHED)
 
