@@ -73,6 +73,15 @@ def test_every_flag_of_the_program_is_on_the_page():
     assert sorted(shown) == sorted(set(taken) - {"--help"})
 
 
+def test_each_part_of_the_trainer_names_flags_and_tests_that_exist():
+    rows = re.findall(r"^\| .*\.py` \|$", (DOCS / "trainer.md").read_text(encoding="utf-8"), re.MULTILINE)
+    known = command_line.train_parser()._option_string_actions
+    assert len(rows) > 10
+    assert {flag for row in rows for flag in re.findall(r"--[a-z-]+", row)} <= {*known}
+    tests = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
+    assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []
+
+
 # ---- the commands --------------------------------------------------------------------------------------
 
 
