@@ -25,6 +25,9 @@ def set_up(scheme: str, folder: Path, size: int) -> Case:
         Way("cp of the result", cp(plain, folder / "copy"), folder / "copy"),
         Way(name, command, output),
     ]
+    if scheme == "fp8":  # whose file has a byte for each number, but for its scales
+        bare = [PYTHON, CHILDREN / "bare_lookup.py", packed / "model.safetensors", folder / "looked-up"]
+        ways.insert(1, Way("threads that look up", bare, folder / "looked-up"))
     targets = [at_most_times(name, "cp of the result", 1.5), peak_at_most(name, PEAK)]
     title = f"dequantising {SCHEMES[scheme]}, to {show_size(size)}"
     return Case(title, ways, targets, memory=2 * size)
