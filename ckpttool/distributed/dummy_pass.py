@@ -35,9 +35,21 @@ def run_dummy_pass(
     Raises:
         UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
     """
-    with leaving_no_trace(model, together=together):
+    with leaving_no_trace(model, together=together), gradients_zeroed(model):
         outputs = [output for output in tensors((forward or model)(batch)) if output.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+
+
+@contextlib.contextmanager
+def gradients_zeroed(model: nn.Module) -> Iterator[None]:
+    """Let backward passes in the block bring gradients of zero, also where that is 0 / 0, as of a mean."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

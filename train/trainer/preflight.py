@@ -5,6 +5,8 @@ Imports torch. Each part has a `check` of its own; what is left to try is the mo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from ckpttool.distributed.group import Place
@@ -15,6 +17,7 @@ from train import console
 from train.config.command_line import make_plan
 from train.config.training import TrainConfig
 from train.data.augment import augmented
+from train.data.batches import Undamaged
 from train.data.data_set import Data
 from train.data.samples import count
 from train.data.stream import Stream
@@ -35,6 +38,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         _check_stream(config, data.train, place.world_size)
     else:
         _check_by_number(config)
+        data = replace(data, train=Undamaged(data.train)) if config.skip_damaged else data
     plan, world_size = make_plan(config, count(data.train)), config.virtual_ranks or place.world_size
     if not plan.steps_of(world_size):
         what = f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}"

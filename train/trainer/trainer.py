@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.distributed.dummy_pass import leaving_no_trace, run_dummy_pass, settle_buckets
+from ckpttool.distributed.dummy_pass import gradients_zeroed, leaving_no_trace, run_dummy_pass, settle_buckets
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
@@ -27,7 +27,7 @@ from train.log.step_log import StepLog
 from train.model import wrapping
 from train.model.sharding import Sharded
 from train.model.updater import Updater
-from train.tasks.builtin import Classification
+from train.tasks.builtin import Classification, ModelLoss
 from train.tasks.task import Task
 from train.trainer import same_pass
 from train.trainer.feed import Feed
@@ -165,6 +165,13 @@ class Trainer:
         own = torch.cat([count, others.to(count.device, non_blocking=True)])
         self._count_sum = collectives.begin_total(own)
 
+    def backward_of(self, count: float | torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a backward pass: where nothing counts, the gradient of a mean is NaN."""
+        # A count that lies on the GPU is waited for only where the loss is such a mean.
+        is_near = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
+        nothing = (is_near or isinstance(self.task, ModelLoss)) and not count
+        return gradients_zeroed(self.ddp) if nothing else contextlib.nullcontext()
+
     def average_over_count(self, step: Step, sums: Sums) -> tuple[Step, bool]:
         """Make the reduced gradients those of the mean over all that the ranks counted.
 
@@ -283,10 +290,7 @@ class Trainer:
         collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
 
     def check_gradients(self) -> None:
-        """End the passes of a step: no gradient is left of what none has used. A collective.
-
-        Raises CheckFailed without `--find-unused` if there is such a parameter.
-        """
+        """End a step's passes: what none has used has no gradient, or is an error. A collective."""
         if self.used is not None:
             self.used.settle()
         else:

@@ -280,6 +280,36 @@ def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(run_ranks, step
             assert math.isnan(loss) == (len(steps) == 3)
 
 
+class OfSome(nn.Linear):
+    """Returns a mean loss over some of its samples; it and its gradient are NaN where there are none."""
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:  # type: ignore[override]
+        counts = (targets[:, 0] > 0.5).double()
+        losses = (super().forward(inputs) - targets).square().sum(dim=1)
+        return {"loss": (losses * counts).sum() / counts.sum(), "count": counts.sum()}
+
+
+def of_some(rank: int, world_size: int, settings: dict[str, Any]) -> list[torch.Tensor]:
+    inputs, targets = numbers().tensors
+    targets = targets.clone().clamp(max=0.5)
+    targets[1::4] = 1.0
+    data = replace(data_of("model-loss"), train=TensorDataset(inputs, targets), test=None)
+    model = trainings.seeded(lambda: OfSome(6, 2, dtype=torch.float64))
+    settings = {**SETTINGS, "batch_size": BATCH, "task": "model-loss", **settings}
+    trainer = trainings.trainer(rank, world_size, data, model, **settings)
+    trainings.finish_epoch(trainer)
+    return [parameter.detach() for parameter in trainer.ddp.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"), [(1, {"accumulate": 5}), (2, {"virtual_ranks": 4}), (2, {}), (4, {})]
+)
+def test_a_rank_or_a_pass_in_which_nothing_counts_adds_nothing(run_ranks, size, settings):
+    (one,) = run_ranks(1, of_some, {})
+    for ours in run_ranks(size, of_some, settings):
+        assert trainings.farthest(ours, one) <= BOUND
+
+
 # ---- whole runs ----------------------------------------------------------------------------------------
 
 
