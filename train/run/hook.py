@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -35,8 +36,20 @@ TICK = 0.2
 # Failures that are printed; the log has all.
 SHOWN = 3
 
+# Of which each has its own settings of autocast.
+DEVICES = ("cpu", "cuda")
+
+
+def _put_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
 # (What it is now, how it is set) of settings that hold for the whole process.
 GLOBALS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_device, _put_device),
+    *((partial(torch.is_autocast_enabled, on), partial(torch.set_autocast_enabled, on)) for on in DEVICES),
+    *((partial(torch.get_autocast_dtype, on), partial(torch.set_autocast_dtype, on)) for on in DEVICES),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
