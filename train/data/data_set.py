@@ -19,6 +19,7 @@ from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
 from train.config.shared import DataConfig
 from train.data import builtin, fingerprint, own_data
+from train.data.batches import Undamaged
 from train.data.collate import Collate, Collation, collation_of
 from train.data.fingerprint import CLASSIFICATION, Contents, Part
 from train.data.samples import Parts, Samples, by_name, count, no_class
@@ -207,9 +208,13 @@ def _data(
         Part(name, samples, config.data, config.task, collations[name]) for name, samples in named.items()
     ]
     for part in [*of_test, of_training] if parts.train is not parts.test else of_test:
-        for kind, digests in part.describe().items():
+        skips = config.skip_damaged and part is of_training
+        for kind, digests in part.describe(skip_damaged=skips).items():
             contents.setdefault(kind, {}).update(digests)
-    shape = (of_test or [of_training])[0].shape()
+    looked_at = (of_test or [of_training])[0]
+    if config.skip_damaged and looked_at is of_training:
+        looked_at = replace(looked_at, samples=Undamaged(looked_at.samples))
+    shape = looked_at.shape()
     # Other numbers are another data set.
     given = {"mean": config.mean, "std": config.std, "resize": config.resize}
     prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)

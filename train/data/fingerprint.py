@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
-from ckpttool.errors import UsageFault
+from ckpttool.errors import FileError, UsageFault
 from train.data import collate
 from train.data.collate import Collation
 from train.data.samples import Samples, checked, count, leaves
@@ -55,8 +55,8 @@ class Part:
     task: str = CLASSIFICATION
     collation: Collation = field(default_factory=Collation)
 
-    def describe(self) -> dict[str, dict[str, str]]:
-        """Return digests of it.
+    def describe(self, *, skip_damaged: bool = False) -> dict[str, dict[str, str]]:
+        """Return digests of it, without samples that can't be read if those are to be left out.
 
         A data set can say itself what is to be compared, for example if it differs between ranks on purpose:
         by an attribute `fingerprint`, a text.
@@ -67,7 +67,12 @@ class Part:
         contents: dict[str, dict[str, str]] = {}
         first: Leaves = {}
         for index in places(count(self.samples)):
-            sample = self._read(index)
+            try:
+                sample = self._read(index)
+            except FileError:
+                if skip_damaged:
+                    continue
+                raise
             first = first or sample
             if not self.collation.is_own:
                 _same_shapes(first, sample, f"--data {self.data}: {self.name} sample {index}")

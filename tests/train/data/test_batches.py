@@ -9,15 +9,23 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.distributed.group import process_group
+from ckpttool.errors import Damaged
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
 from train import main
+from train.config.training import TrainConfig
 from train.data import batches as loading
+from train.data import data_set
+from train.model import builtin as models
+from train.tasks import builtin as tasks
+from train.trainer import preflight
+from train.trainer.trainer import Trainer
 
 
 class Noisy(TensorDataset):
@@ -117,3 +125,40 @@ def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch
     one, other = (torch.load(out / "last.pt", weights_only=True)["model"] for out in (whole, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert {*multiprocessing.active_children()} <= before  # those of an evaluation are kept for the next
+
+
+# ---- --skip-damaged ------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+from torch.utils.data import TensorDataset
+from ckpttool.errors import Damaged
+
+class Files(TensorDataset):
+    classes = ["a", "b"]
+
+    def __getitem__(self, index):
+        if index in (0, 1, 19):  # which are looked at before training
+            raise Damaged(f"{index}.png", "is cut short")
+        return super().__getitem__(index)
+
+def files():
+    return Files(torch.rand(20, 1, 8, 8), torch.arange(20) % 2)
+"""
+
+
+def trained(rank: int, size: int, spec: str) -> tuple[int, int]:
+    """Check and train; return the samples that were used, and those that were left out."""
+    config, model = TrainConfig(data=spec, batch_size=6, skip_damaged=True, epochs=1), models.simple_cnn(2)
+    data, place = data_set.load(config), trainings.place(rank, size)
+    task = tasks.build(config, data)
+    preflight.check(config, data, model, place, task)
+    trainer = Trainer(config, data, model, place, task)
+    trainings.finish_epoch(trainer)
+    return trainer.progress.samples, trainer.feed.skipped
+
+
+def test_damaged_samples_are_left_out_also_where_they_are_looked_at_before_training(run_ranks, own):
+    assert run_ranks(2, trained, f"{own}:files") == [(17, 3)] * 2
+    with pytest.raises(Damaged, match=r"0\.png: is cut short"):
+        data_set.load(TrainConfig(data=f"{own}:files"))
