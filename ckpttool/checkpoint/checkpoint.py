@@ -19,7 +19,7 @@ from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import SpecialTensor, index_fault
 from .state import State, StateSearch, in_part
-from .states import is_offered, is_optimizer
+from .states import is_offered, is_optimizer, places_of
 
 # The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
 # header that has metadata but not this entry.
@@ -230,9 +230,14 @@ class Checkpoint:
             return None
 
     def other_states(self, taken: Path | None) -> list[str]:
-        """Return the dotted paths of the states not taken that a user may have meant, the likeliest first."""
+        """Return the dotted paths of the states not taken that a user may have meant, the likeliest first.
+
+        The last are other places of the one that is taken.
+        """
         paths = (path for path in self.states() if path != taken)
-        return [dotted(path) for path in paths if is_offered(path, follow(self.tree, path))]
+        offered = [path for path in paths if is_offered(path, follow(self.tree, path))]
+        same = places_of(self.tree, follow(self.tree, taken)) if taken else []
+        return [dotted(path) for path in (*offered, *(path for path in same if path != taken))]
 
     def outside(self, state: State) -> tuple[str, ...]:
         """Return the names of everything outside a state, each as the shortest dotted path that covers it.

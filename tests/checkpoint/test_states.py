@@ -177,3 +177,4 @@ def test_a_state_in_two_places_is_taken_by_its_likelier_name(tmp_path: Path) -> 
         with opened(tree, tmp_path) as checkpoint:
             assert checkpoint.state().where.endswith("model")
             assert len(checkpoint.states()) == 1
+    assert ckpttool.inspect(tmp_path / "in.pt").other_states == ("a",)

@@ -127,7 +127,8 @@ def test_another_name_of_the_very_dict_that_changes_is_told(cli: Any) -> None:
     state = {"w": base, "b": base + 1}
     torch.save({"model": state, "ema": state, "epoch": 3}, "in 2.pt")
     ran = cli("convert 'in 2.pt' out.pt --exclude b")
-    assert (ran.code, ran.err) == (0, "'ema' is the same dict as 'model', and changed with it\nleft out: b\n")
+    said = ["'ema' is the same dict as 'model', and changed with it", "left out: b"]
+    assert (ran.code, ran.err.splitlines()[-2:]) == (0, said)
     assert "same dict" not in cli("convert 'in 2.pt' whole.pt --drop epoch").err
 
 
