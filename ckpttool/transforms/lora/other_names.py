@@ -98,6 +98,8 @@ def in_peft_names(adapter: Adapter, names: Collection[str]) -> Adapter:
                 raise Damaged(path, f"has only one of the two factors of '{layer.key[:80]}'")
             tensors |= {f"{PREFIX}{module}.lora_{one}.weight": ref for one, ref in layer.factors.items()}
             rank = (layer.factors["A"].shape or (0,))[0]
+            if layer.factors["A"].shape and not rank:
+                raise Damaged(path, f"'{layer.key[:80]}' has factors of rank 0")
             numbers[module] = rank, _alpha(path, layer) or rank
     checkpoint = replace(adapter.checkpoint, tree=OrderedDict_(tensors))
     return Adapter(checkpoint, {"peft_type": "LORA"}, numbers=numbers)

@@ -172,6 +172,11 @@ WRONG: dict[str, tuple[Tensors, type[CkptToolError], str]] = {
         "only one of the two factors of 'lora_unet_fc'",
     ),
     "an alpha alone": (FC | {"lora_unet_up.alpha": torch.ones(())}, Damaged, "'lora_unet_up.alpha', and no"),
+    "rank 0": (
+        {"lora_unet_fc.lora_down.weight": A[:0], "lora_unet_fc.lora_up.weight": B[:, :0]},
+        Damaged,
+        "'lora_unet_fc' has factors of rank 0",
+    ),
     "alpha 0": (kohya("lora_unet_fc", alpha=0.0), Damaged, "no finite positive number"),
     "alpha of no number": (kohya("lora_unet_fc", alpha=float("nan")), Damaged, "no finite positive"),
     "alphas": (FC | {"lora_unet_fc.alpha": torch.ones(2)}, Damaged, "no finite positive number"),
