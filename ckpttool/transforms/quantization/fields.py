@@ -64,9 +64,16 @@ def elements(tensor: TensorRef) -> Field:
 
 
 def numbers(field: Field) -> Field:
-    """Return the numbers of float or integer elements in float32."""
+    """Return the numbers of float or integer elements in float32; infinite where it can't hold them."""
     read = reader(field.dtype) if field.dtype.name in FLOATS else None
-    return field.each(lambda values: (read(values) if read else values).astype("<f4", copy=False))
+
+    def in_float32(values: NDArray[Any]) -> NDArray[Any]:
+        import numpy as np
+
+        with np.errstate(over="ignore"):
+            return (read(values) if read else values).astype("<f4", copy=False)
+
+    return field.each(in_float32)
 
 
 HIGH_FIRST = (1, 0)  # the order of two codes in a byte whose first has the upper bits

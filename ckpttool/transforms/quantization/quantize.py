@@ -107,7 +107,7 @@ def quantize(
     Raises:
         UsageFault: there is no such scheme.
         NothingToDo: no matrix is to be quantised.
-        Refused: once it is written, a matrix holds a NaN or an infinity.
+        Refused: once it is written, a matrix holds a NaN, an infinity or more than float32 does.
         Collision: the name of a scale is taken.
         NoState: there is no state, or none at `state`.
     """
@@ -212,7 +212,7 @@ class _Matrix:
             place = largest[_box(first, values.shape)]
             np.maximum(place, values, out=place)
         if not np.isfinite(largest).all():
-            what = f"'{self.name[:200]}' holds a NaN or an infinity, which no scale brings into fp8"
+            what = f"'{self.name[:200]}' holds a NaN, an infinity or more than float32 does: no scale helps"
             raise Refused(self.tensor.storage.data.path, what)
         scales: NDArray[Any] = np.maximum(largest / np.float32(LARGEST), np.float32(LEAST))
         scales[largest == 0] = 1
