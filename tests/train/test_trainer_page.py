@@ -79,7 +79,7 @@ def test_each_part_of_the_trainer_names_flags_and_tests_that_exist():
     assert len(rows) > 10
     assert {flag for row in rows for flag in re.findall(r"--[a-z-]+", row)} <= {*known}
     tests = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
-    assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []
+    assert [name for name in tests if not (ROOT / name).is_file()] == []
 
 
 # ---- the commands --------------------------------------------------------------------------------------
