@@ -205,6 +205,8 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[tuple[Any, int]]) 
         begin_count = partial(trainer.begin_count, sums) if number == passes else None
         # DDP reduces the gradients in the last pass, and only adds them to its own in those before.
         with contextlib.nullcontext() if number == passes else trainer.ddp.no_sync():
+            if number > 1:
+                trainer.used.between()
             with log.phase("data"):
                 batch, samples = next(batches) if number <= len(step.micro_batches) else (None, 0)
             if batch is None:  # other ranks have samples left

@@ -33,7 +33,7 @@ from train.trainer import same_pass
 from train.trainer.feed import Feed
 from train.trainer.progress import Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore
 from train.trainer.selection import selection
-from train.trainer.unused import Used, require_used
+from train.trainer.unused import AllUsed, Used
 
 
 def _wrapped(config: TrainConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
@@ -74,7 +74,8 @@ class Trainer:
         self.ddp = _wrapped(config, model, place)
         self.differing = same_pass.compare(config, task, self.ddp.module, self.dummy_batch)
         self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
-        self.used = Used(self.updater.parameters) if config.find_unused else None
+        trained = self.updater.parameters
+        self.used = Used(trained) if config.find_unused else AllUsed(config, trained)
         self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
@@ -123,8 +124,7 @@ class Trainer:
                 after_forward()
             return outputs
 
-        uncounted = self.used.paused() if self.used else contextlib.nullcontext()
-        with self.not_compiled(), self.updater.precision.autocast(), uncounted:
+        with self.not_compiled(), self.updater.precision.autocast(), self.used.paused():
             run_dummy_pass(self.ddp, self.dummy_batch, forward, together=together)
 
     def not_compiled(self) -> contextlib.AbstractContextManager[Any]:
@@ -291,8 +291,4 @@ class Trainer:
 
     def check_gradients(self) -> None:
         """End a step's passes: what none has used has no gradient, or is an error. A collective."""
-        if self.used is not None:
-            self.used.settle()
-        else:
-            step = self.progress.global_step + 1
-            require_used(self.config.model, self.updater.parameters, step)
+        self.used.end(self.progress.global_step + 1)

@@ -14,18 +14,63 @@ from torch import nn
 
 from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed
+from train.config.training import TrainConfig
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def require_used(model: str, parameters: Named, step: int) -> None:
-    """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""
-    for name, parameter in parameters:
-        if parameter.grad is None:
-            which = f"parameter {name} did not affect the output in step {step}"
-            why = f"{which}, and ranks average the gradients of all parameters"
-            ways = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
-            raise CheckFailed(f"--model {model}: {why}", hint=f"give --find-unused, {ways}")
+class AllUsed:
+    """Makes sure that each pass of a step uses all parameters, as ranks sum gradients by their order.
+
+    used.between()      # after each pass but the last
+    used.end()          # CheckFailed names a parameter that a pass has left out
+
+    A parameter that only an earlier pass has used has a gradient all the same. Under DDP the last pass
+    matters, in which all gradients are averaged, and so written to. FSDP2 sums over ranks in each pass.
+    """
+
+    def __init__(self, config: TrainConfig, parameters: Named) -> None:
+        self.config, self.parameters = config, parameters
+        self._kept: list[torch.Tensor] = []  # with --shard, of the passes before
+        self._versions: list[int | None] = []  # else, before the last pass
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a pass without samples uses all, too
+
+    def between(self) -> None:
+        gradients = [parameter.grad for _, parameter in self.parameters]
+        if not self.config.shard:
+            self._versions = [None if grad is None else grad._version for grad in gradients]
+            return
+        self._kept = self._added()
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
+    def end(self, step: int) -> None:
+        before, self._versions = self._versions or [None] * len(self.parameters), []
+        for (name, parameter), version in zip(self.parameters, before, strict=True):
+            if parameter.grad is None or parameter.grad._version == version:
+                raise self._unused(name, f"in step {step}")
+        if self._kept:
+            for (_, parameter), grad in zip(self.parameters, self._added(), strict=True):
+                parameter.grad = grad
+            self._kept = []
+
+    @torch.no_grad()
+    def _added(self) -> list[torch.Tensor]:
+        """Return the gradients with those of the passes before."""
+        for name, parameter in self.parameters:
+            if parameter.grad is None:
+                raise self._unused(name, "in a pass")
+        new = [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
+        return [kept.add_(grad) for kept, grad in zip(self._kept, new, strict=True)] if self._kept else new
+
+    def _unused(self, name: str, where: str) -> CheckFailed:
+        which = f"parameter {name} did not affect the output {where}"
+        why = f"{which}, and ranks average the gradients of all parameters"
+        flag = "" if self.config.shard or self.config.virtual_ranks else "give --find-unused, "
+        ways = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
+        return CheckFailed(f"--model {self.config.model}: {why}", hint=f"{flag}{ways}")
 
 
 class Used:
@@ -55,7 +100,10 @@ class Used:
         finally:
             self._counts = True
 
-    def settle(self) -> None:
+    def between(self) -> None:
+        """A pass is done, and not the last one of a step."""
+
+    def end(self, step: int) -> None:
         """End a step's passes: take the gradients of parameters that no rank has used. A collective."""
         own = torch.tensor([number in self._used for number in range(len(self.parameters))])
         self._used.clear()

@@ -1,4 +1,4 @@
-"""`--find-unused`: what no rank uses in a step is left as it is, as in one process."""
+"""What no rank uses in a step: left as it is with `--find-unused`, as in one process; else an error."""
 
 from __future__ import annotations
 
@@ -75,3 +75,35 @@ def test_neither_momentum_nor_decay_changes_what_no_rank_uses(run_ranks, size, s
     expected = alone(settings["batch_size"])
     for found in run_ranks(size, on_ranks, settings):
         assert trainings.farthest(found, expected) < 1e-12
+
+
+class OfOneKind(Experts):
+    """Uses one layer alone in a pass whose samples are all of its kind, and else all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1 and bool((x[:, 0] == x[0, 0]).all()):
+            return super().forward(x)
+        return self.all(x) + sum(expert(x) * 0 for expert in self.experts) + super().forward(x) * 0
+
+
+def pass_by_pass(rank: int, size: int, settings: dict[str, Any]) -> Any:
+    """Take a step of two passes: in the second each rank has samples of a kind of its own."""
+    inputs = torch.rand(8 * size, 4, dtype=torch.float64)
+    for number in range(size):
+        (step,) = Plan(len(inputs), len(inputs), accumulate=2).of_rank(0, number, size)
+        first, second = map(list, step.micro_batches)
+        inputs[first, 0], inputs[second, 0] = torch.arange(4.0, dtype=torch.float64), float(number)
+    samples = TensorDataset(inputs, torch.zeros(len(inputs), dtype=torch.int64))
+    data = Data("kinds", samples, None, tuple("0123456789"), (4,), "kinds")
+    settings = {"batch_size": len(inputs), "accumulate": 2, **settings}
+    trainer = trainings.trainer(rank, size, data, trainings.seeded(OfOneKind), **settings)
+    return trainings.error_of(lambda: trainings.finish_epoch(trainer))
+
+
+@pytest.mark.parametrize("settings", [{}, {"shard": True}], ids=["DDP", "--shard"])
+def test_a_parameter_that_only_an_earlier_pass_uses_is_named(run_ranks, settings):
+    """Each has a gradient, which was averaged with that of another one, or not at all."""
+    for kind, said in run_ranks(2, pass_by_pass, settings):
+        assert kind == "CheckFailed"
+        assert "did not affect the output in step 1" in said
+    assert run_ranks(2, pass_by_pass, {"find_unused": True}) == [None, None]
