@@ -39,6 +39,7 @@ NAMES = {
 SHARDED = {
     "fully_shard": "a bare loop of `fully_shard`",
     "fully_shard_again": "the same loop again (noise)",
+    "fully_shard_buffers": "the same loop, with rank 0's buffers as under DDP",
     "ours_shard": "train/main.py --shard",
 }
 Seconds = dict[str, list[tuple[float, float]]]

@@ -91,6 +91,8 @@ def prepare(config: TrainConfig) -> Job:
     if config.shard_offload and place.device.type == "cuda":
         # Parts lie on the CPU, and their norm is summed there.
         place = replace(place, backend="cpu:gloo,cuda:nccl")
+    if place.device.type == "cpu":
+        launch.keep_freed_memory()
     if config.deterministic:
         randomness.make_deterministic()
     if config.virtual_ranks and place.device.type == "cpu":

@@ -59,12 +59,18 @@ def bare(after_step: AfterStep, batch: int) -> None:
     _bare(DistributedDataParallel(resnet20().to(device())), after_step, batch)
 
 
-def bare_fully_shard(after_step: AfterStep, batch: int) -> None:
-    """Train as the tutorials of FSDP2 do: each block is sharded, and then the model."""
+def bare_fully_shard(after_step: AfterStep, batch: int, *, same_buffers: bool = False) -> None:
+    """Train as the tutorials of FSDP2 do: each block is sharded, and then the model.
+
+    With `same_buffers` each pass begins with rank 0's buffers, as under DDP.
+    """
     model = resnet20().to(device())
     for module in model.modules():
         if type(module).__name__ == "Block":
             fully_shard(module)
+    if same_buffers:
+        group, buffers = dist.distributed_c10d._get_default_group(), list(model.buffers())
+        model.register_forward_pre_hook(lambda *_: dist._broadcast_coalesced(group, buffers, 1 << 20, 0))
     _bare(fully_shard(model), after_step, batch)
 
 

@@ -74,6 +74,7 @@ def main(folder: str, rounds: int, steps: int, batch: int, names: list[str]) -> 
         "tokens": partial(loops.tokens, folder=folder),
         "fully_shard": loops.bare_fully_shard,
         "fully_shard_again": loops.bare_fully_shard,
+        "fully_shard_buffers": partial(loops.bare_fully_shard, same_buffers=True),
         "ours_shard": partial(loops.ours, out=os.path.join(folder, "run"), flags=["--shard"]),
     }
     with distributed.process_group() as place:

@@ -84,6 +84,13 @@ def set_threads() -> None:
         torch.set_num_threads(number)
 
 
+def keep_freed_memory() -> None:
+    """Make the allocator keep what a step frees: pages from the system cost some per cent of a step."""
+    # glibc gives back less the larger the largest block is that it got from the system and gave back, up to
+    # 32 MiB: mallopt(3), M_MMAP_THRESHOLD. A model whose own blocks are large comes to the same by itself.
+    bytearray(31 << 20)
+
+
 def threads() -> int | None:
     """Return how many threads this rank should compute with; None if the user has said so."""
     given = [name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ]
