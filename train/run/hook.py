@@ -44,11 +44,25 @@ def _put_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
+def _open_autocasts() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _end_autocasts(level: int) -> None:
+    """End the blocks of autocast above a level: within one, weights that were cast are not cast anew."""
+    while _open_autocasts() > level:
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+
+
 # (What it is now, how it is set) of settings that hold for the whole process.
 GLOBALS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_device, _put_device),
     *((partial(torch.is_autocast_enabled, on), partial(torch.set_autocast_enabled, on)) for on in DEVICES),
     *((partial(torch.get_autocast_dtype, on), partial(torch.set_autocast_dtype, on)) for on in DEVICES),
+    (_open_autocasts, _end_autocasts),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),

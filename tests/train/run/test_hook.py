@@ -82,6 +82,12 @@ def test_it_changes_no_bit_of_the_training_whatever_it_does(run_ranks, tmp_path,
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_casts_of_weights_are_not_kept_after_autocast_that_it_leaves_on(run_ranks, tmp_path, own):
+    without = plain(run_ranks, 1, tmp_path / "without", {"amp": "bf16"})
+    hooked = {"amp": "bf16", "every": ("1", f"{own}:rude")}
+    assert plain(run_ranks, 1, tmp_path / "with", hooked) == without
+
+
 def test_a_resumed_run_with_it_equals_the_straight_one(run_ranks, tmp_path, own):
     arguments = runs.restless, str(tmp_path), {"every": ("2steps", f"{own}:rude")}, (1, 2, 3)
     _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
