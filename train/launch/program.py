@@ -88,7 +88,7 @@ def keep_freed_memory() -> None:
     """Make the allocator keep what a step frees: pages from the system cost some per cent of a step."""
     # glibc gives back less the larger the largest block is that it got from the system and gave back, up to
     # 32 MiB: mallopt(3), M_MMAP_THRESHOLD. A model whose own blocks are large comes to the same by itself.
-    bytearray(31 << 20)
+    bytes(31 << 20)  # untouched: no page of it is ever there
 
 
 def threads() -> int | None:

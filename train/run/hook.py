@@ -49,10 +49,10 @@ def _open_autocasts() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def _end_autocasts(level: int) -> None:
-    """End the blocks of autocast above a level: within one, weights that were cast are not cast anew."""
-    while _open_autocasts() > level:
-        torch.autocast_decrement_nesting()
+def _put_autocasts(level: int) -> None:
+    """Count so many blocks of autocast as open: casts of weights are forgotten only where none is left."""
+    while (now := _open_autocasts()) != level:
+        torch.autocast_decrement_nesting() if now > level else torch.autocast_increment_nesting()
     torch.clear_autocast_cache()
 
 
@@ -61,7 +61,7 @@ GLOBALS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_device, _put_device),
     *((partial(torch.is_autocast_enabled, on), partial(torch.set_autocast_enabled, on)) for on in DEVICES),
     *((partial(torch.get_autocast_dtype, on), partial(torch.set_autocast_dtype, on)) for on in DEVICES),
-    (_open_autocasts, _end_autocasts),
+    (_open_autocasts, _put_autocasts),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),

@@ -42,6 +42,8 @@ def rude(model, step, folder):
     torch.use_deterministic_algorithms(True)
     torch.set_grad_enabled(True)
     torch.autocast("cpu", torch.bfloat16).__enter__()
+    for _ in range(step % 3):  # open blocks, none, or fewer than none
+        torch.autocast_decrement_nesting()
     torch.set_default_device("meta")
     os.chdir("/")
 
