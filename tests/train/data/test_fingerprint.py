@@ -56,7 +56,7 @@ def other_labels():
     made.tensors[1][33] = differing()
     return made, whole()
 
-class Flipped(Dataset):
+class Jittered(Dataset):
     classes = ["a", "b"]
     generator = None
 
@@ -64,18 +64,17 @@ class Flipped(Dataset):
         return 40
 
     def __getitem__(self, index):
-        Flipped.generator = Flipped.generator or seedless()
-        sign = 1 if torch.rand(1, generator=Flipped.generator) < 0.5 else -1
-        return torch.full((3,), float(index)) * sign, index % 2
+        Jittered.generator = Jittered.generator or seedless()
+        return torch.full((3,), float(index)) * torch.rand(1, generator=Jittered.generator), index % 2
 
-flipped = lambda: (Flipped(), Flipped())
+jittered = lambda: (Jittered(), Jittered())
 
-def flipped_differently():
-    made = Flipped()
+def jittered_differently():
+    made = Jittered()
     made.targets = [differing()] * 40
-    return made, Flipped()
+    return made, Jittered()
 
-class Noisy(Flipped):
+class Noisy(Jittered):
     # Draws from a generator with a seed, which a resumed run begins again.
     def __init__(self, draws):
         self.draws = draws
@@ -119,7 +118,7 @@ def _model(own: str) -> str:
 
 
 def test_the_seed_of_the_data_does_not_change_the_weights(own):
-    configs = [TrainConfig(data=f"{own}:{factory}", model=_model(own)) for factory in ("halves", "flipped")]
+    configs = [TrainConfig(data=f"{own}:{factory}", model=_model(own)) for factory in ("halves", "jittered")]
     assert torch.equal(*(main.prepare(config).model.weight for config in configs))
 
 
@@ -129,7 +128,7 @@ def test_the_seed_of_the_data_does_not_change_the_weights(own):
 DIFFERING = {
     "halves_of_other_seeds": "test sample 0",
     "other_labels": "labels of training samples 28 to 34",
-    "flipped_differently": "labels of training samples 0 to 2",
+    "jittered_differently": "labels of training samples 0 to 2",
 }
 
 
@@ -151,9 +150,9 @@ def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(run_ran
         assert code == 1
 
 
-@pytest.mark.parametrize("factory", ["halves", "flipped", "apart"])
+@pytest.mark.parametrize("factory", ["halves", "jittered", "apart"])
 def test_ranks_with_equal_random_or_declared_data_are_accepted(run_ranks, own, factory):
-    """`flipped` draws from generators of its own at each access; `apart` says what is to be compared."""
+    """`jittered` draws from generators of its own at each access; `apart` says what is to be compared."""
     assert run_ranks(2, compare_on_ranks, f"{own}:{factory}") == [None, None]
 
 
@@ -179,7 +178,7 @@ def test_a_resume_with_other_samples_is_refused_with_the_first(own, tmp_path, mo
     assert last.read_bytes() == before
 
 
-DRAWS_ITSELF = {"halves": False, "flipped": True, "counted": True, "keyed": False, "apart": False}
+DRAWS_ITSELF = {"halves": False, "jittered": True, "counted": True, "keyed": False, "apart": False}
 
 
 @pytest.mark.parametrize("factory", DRAWS_ITSELF)
