@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.words import counted
 from train.checkpoint import init_from, parts
@@ -221,8 +220,7 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     if changed := [f"{name} {were.get(name)} -> {new}" for name, new in are.items() if were.get(name) != new]:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
     of_training, *_ = trainer.data.parts()
-    varies = isinstance(of_training.samples, Keyed) and of_training.varying(0)
-    if varies or (stream is not None and stream.varies()):
+    if of_training.draws_itself() or (stream is not None and stream.varies()):
         why = f"--data {trainer.data.name} draws from random generators of its own"
         others = "(Python's, numpy's and torch's own are seeded for each sample)"
         remarks.append(f"{why}, so this run differs from one that never stopped {others}")
