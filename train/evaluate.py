@@ -28,8 +28,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-# In a clone that is not installed, Python looks in train/ alone.
-sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# The packages of this clone, whichever other one is installed; afterwards the user's modules come first.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ckpttool.contract import versioned
 from ckpttool.distributed.group import given_rank
@@ -41,6 +41,8 @@ from train.config.command_line import without
 from train.config.flags import Parser, add_flags
 from train.config.shared import OWN, DataConfig, RanksConfig, check_shared, count, flag
 from train.launch import program
+
+sys.path.append(sys.path.pop(0))
 
 # Imports torch: imported where it is needed, so that wrong flags are refused within a tenth of a second.
 if TYPE_CHECKING:

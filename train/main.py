@@ -34,8 +34,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-# In a clone that is not installed, Python looks in train/ alone.
-sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# The packages of this clone, whichever other one is installed; afterwards the user's modules come first.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError
@@ -44,6 +44,8 @@ from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
 from train.launch.stopping import Starting
+
+sys.path.append(sys.path.pop(0))
 
 # torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
 if TYPE_CHECKING:

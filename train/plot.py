@@ -21,8 +21,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-# In a clone that is not installed, Python looks in train/ alone.
-sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# The packages of this clone, whichever other one is installed; afterwards the user's modules come first.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ckpttool.analysis import run_log
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault, install
@@ -32,6 +32,8 @@ from ckpttool.words import counted
 from train import console
 from train.config.flags import Parser
 from train.launch import program
+
+sys.path.append(sys.path.pop(0))
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -144,6 +144,16 @@ def test_a_user_s_modules_are_found_before_the_trainer_s(tmp_path, where, named,
 # ---- what must not matter ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("program", ["main.py", "evaluate.py", "plot.py"])
+def test_a_clone_runs_its_own_packages_whichever_are_installed(tmp_path, program):
+    for name in ("ckpttool", "train"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('of another clone')")
+    command = [sys.executable, f"{ROOT}/train/{program}", "--help"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
