@@ -178,6 +178,11 @@ class OutputExists(UsageFault):
     kind = "output-exists"
 
 
+def already_exists(path: str, more: str = "") -> OutputExists:
+    """Return the error for an output that only `force` may replace."""
+    return OutputExists(f"{path}: already exists{more}", hint="write it anyway with --force")
+
+
 def install(extra: str = "") -> str:
     """Return how to install an extra, or all of it again: from a clone, as no registry has ckpttool yet."""
     what = f"-e '.[{extra}]'" if extra else "--force-reinstall ."

@@ -6,7 +6,6 @@ On Windows itself this file runs alone: `pytest --noconftest tests/test_system.p
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -15,12 +14,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from ckpttool import system
+from ckpttool import system, windows
 from ckpttool.remote.urls import is_url
 from tests.support.crafting import dict_of, number, safetensors_file, storage, tensor, torch_zip
 from tests.support.running import ROOT
@@ -167,32 +165,10 @@ def test_all_commands_end_as_they_should_on_windows(tmp_path: Path) -> None:
     assert len(in_folder(inputs, tmp_path / "windows", "itself")) == 26
 
 
-def load_half() -> ModuleType:
-    """Return system.py as it is where POSIX is missing."""
-    if not system.IS_POSIX:
-        return system
-    there = sys.modules["fcntl"]
-    sys.modules["fcntl"] = None  # type: ignore[assignment]
-    try:
-        spec = importlib.util.spec_from_file_location("ckpttool_on_windows", system.__file__)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.modules["fcntl"] = there
-    return module
-
-
-@pytest.fixture(scope="module")
-def windows() -> ModuleType:
-    return load_half()
-
-
-def test_both_halves_have_the_same_names(windows: ModuleType) -> None:
+def test_both_halves_have_the_same_names() -> None:
     """But for constants of the kernel, which POSIX alone has."""
-    if system.IS_POSIX:
-        assert not windows.IS_POSIX
-    names = {name for name, value in vars(system).items() if callable(value) and not name.startswith("_")}
+    names = {name for name, value in vars(system).items() if callable(value) and not isinstance(value, type)}
+    assert len(names) > 20
     assert not {name for name in names if not hasattr(windows, name)}
 
 
@@ -219,14 +195,12 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("path", FIT)
-def test_a_usual_name_is_fit(windows: ModuleType, path: str) -> None:
+def test_a_usual_name_is_fit(path: str) -> None:
     assert windows.unfit_name(path) is None
 
 
 @pytest.mark.parametrize(("why", "path"), [(why, path) for why, paths in UNFIT.items() for path in paths])
-def test_a_name_that_windows_takes_for_something_else_is_refused(
-    windows: ModuleType, why: str, path: str
-) -> None:
+def test_a_name_that_windows_takes_for_something_else_is_refused(why: str, path: str) -> None:
     assert why in windows.unfit_name(path)
 
 
@@ -244,11 +218,11 @@ LONG = "x" * 200
         (rf"\\?\C:\{LONG}", rf"\\?\C:\{LONG}"),
     ],
 )
-def test_a_long_path_gets_the_prefix_that_lifts_the_limit(windows: ModuleType, path: str, taken: str) -> None:
+def test_a_long_path_gets_the_prefix_that_lifts_the_limit(path: str, taken: str) -> None:
     assert windows.local(path) == taken
 
 
-def test_urls_have_slashes_and_drives_are_no_schemes(windows: ModuleType) -> None:
+def test_urls_have_slashes_and_drives_are_no_schemes() -> None:
     assert windows.join("hf://owner/name", "model.safetensors") == "hf://owner/name/model.safetensors"
     assert windows.join("https://host/a/", "b") == "https://host/a/b"
     assert windows.join("folder", "b") == os.path.join("folder", "b")
@@ -257,11 +231,9 @@ def test_urls_have_slashes_and_drives_are_no_schemes(windows: ModuleType) -> Non
     assert is_url("hf://owner/name")
 
 
-def test_bytes_at_a_place_leave_the_position_and_other_threads_alone(
-    windows: ModuleType, tmp_path: Path
-) -> None:
+def test_bytes_at_a_place_leave_the_position_and_other_threads_alone(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
-    fd = os.open(path, windows.CREATE)
+    fd = os.open(path, system.CREATE)
     try:
         other = os.dup(fd)  # shares the position
 
@@ -283,9 +255,7 @@ def test_bytes_at_a_place_leave_the_position_and_other_threads_alone(
     assert path.stat().st_size == 200_000
 
 
-def test_a_folder_and_a_file_are_locked_once(
-    windows: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_and_a_file_are_locked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if system.IS_POSIX:
         import fcntl
 
@@ -303,7 +273,7 @@ def test_a_folder_and_a_file_are_locked_once(
 
 
 def test_what_stays_open_elsewhere_is_named_and_both_files_stay(
-    windows: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 

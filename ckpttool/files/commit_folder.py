@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from .. import system
-from ..errors import CkptToolError, Unreadable, UsageFault
-from .commit import keep_permissions, not_writable, require_name
+from ..errors import CkptToolError, OutputExists, Unreadable, UsageFault, already_exists
+from .commit import keep_permissions, not_writable, require_folder, require_name
 from .copying import no_room_named
 from .failures import reason
 from .temporaries import (
@@ -40,6 +40,20 @@ ATTEMPTS = 5  # times that an old folder is looked through, while other processe
 
 # Returns the names of those files of a folder that a new checkpoint replaces, the index or metadata last.
 Replaced = Callable[[str], Collection[str]]
+
+
+def require_replaceable(path: str, replaced: Replaced, kept: Collection[str] = (), *, force: bool) -> None:
+    """Raise OutputExists or UsageFault unless a folder is new or empty, or may be replaced by `force`."""
+    require_folder(path)
+    if not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path)):
+        return
+    if not os.path.isdir(path):
+        raise OutputExists(f"{path}: already exists, and is a file", hint="name a new folder")
+    if others := sorted({*os.listdir(path)}.difference(replaced(path), kept)):
+        what = f"{path}: already exists, and holds other files ({', '.join(others[:3])})"
+        raise OutputExists(what, hint="name a new folder")
+    if not force:
+        raise already_exists(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import reads_of
-from ..errors import CkptToolError, Damaged, OutputExists, UsageFault
+from ..errors import CkptToolError, Damaged, UsageFault, already_exists
 from ..files.commit import replacing
 from ..files.commit_folder import Replaced, others_in, unmoved
 from ..remote.places import (
@@ -259,7 +259,7 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
         if force or not os.path.lexists(target):
             continue
         if not (os.path.isfile(target) and _bytes_of(path) == _bytes_of(target)):
-            raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
+            raise already_exists(target)
     return {path: target for target, path in sources.items()}
 
 

@@ -21,8 +21,8 @@ from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.states import BUFFERS, is_optimizer
 from ..errors import Damaged, NothingToDo, OutputExists, Refused, UsageFault
-from ..files.commit import require_folder, writing_into
-from ..files.commit_folder import replacing_folder
+from ..files.commit import writing_into
+from ..files.commit_folder import replacing_folder, require_replaceable
 from ..files.copying import Output
 from ..files.dry_output import DryOutput
 from ..files.pieces import Progress
@@ -186,19 +186,10 @@ def _require_sense(ranks: int, device: str) -> None:
 def _require_place(checkpoint: Checkpoint, path: str, force: bool, kept: Collection[str]) -> None:
     if path == "-":
         raise UsageFault("-: the files of ranks are a folder, and can't be streamed", hint="name a folder")
-    require_folder(path)
     source = folder_of(checkpoint)
     if source is not None and os.path.realpath(source) == os.path.realpath(path):
         raise OutputExists(f"{path}: is the input", hint="name a new folder")
-    if not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path)):
-        return
-    if not os.path.isdir(path):
-        raise OutputExists(f"{path}: already exists, and is a file", hint="name a new folder")
-    if others := sorted({*os.listdir(path)}.difference(_replaced(path), kept)):
-        what = f"{path}: already exists, and holds other files ({', '.join(others[:3])})"
-        raise OutputExists(what, hint="name a new folder")
-    if not force:
-        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+    require_replaceable(path, _replaced, kept, force=force)
 
 
 def _replaced(folder: str) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
-from ..errors import Damaged, OutputExists, Unreadable, Unsupported
+from ..errors import Damaged, Unreadable, Unsupported, already_exists
 from ..files.commit import replacing
 from ..files.copying import Output
 from ..files.digest import digest
@@ -89,7 +89,7 @@ def write(
     """Write one rank's predictions; the file appears whole or not at all."""
     name = os.fspath(path)
     if os.path.lexists(name) and not force:
-        raise OutputExists(f"{name}: already exists", hint="write it anyway with --force")
+        raise already_exists(name)
     tensors = {
         column: _as_tensor(name, values, COLUMNS[column]) for column, values in predictions.columns().items()
     }

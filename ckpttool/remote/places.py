@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 
-from ..errors import Damaged, OutputExists, Unreadable
+from ..errors import Damaged, Unreadable, already_exists
 from ..files import open_source
 from ..files.copying import no_room_named
 from ..files.open_source import open_source_descriptor
@@ -244,8 +244,7 @@ def uploading(
         else:
             there = [name] if exists(path) else []
         if there and not replace:
-            what = f"{path}: already exists" + f", and holds {', '.join(there[:3])}" * is_folder_
-            raise OutputExists(what, hint="write it anyway with --force")
+            raise already_exists(path, f", and holds {', '.join(there[:3])}" * is_folder_)
         # A key may be longer than a name can be here.
         is_short = 0 < len(os.fsencode(name)) < 200
         local = os.path.join(room, name if is_short else f"output{os.path.splitext(name)[1]}")

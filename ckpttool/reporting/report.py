@@ -25,7 +25,7 @@ from ..analysis.summary import summarize
 from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
 from ..checkpoint.checkpoint import Checkpoint
 from ..contract import finite
-from ..errors import OutputExists, SeveralCheckpoints, Unreadable, UsageFault
+from ..errors import OutputExists, SeveralCheckpoints, Unreadable, UsageFault, already_exists
 from ..files.commit import replacing
 from ..files.failures import naming
 from ..files.pieces import Progress
@@ -177,7 +177,7 @@ def require_writable(path: str, inputs: tuple[File | None, ...], force: bool) ->
     if any(os.path.exists(name) and os.path.samefile(path, name) for name in names):
         raise OutputExists(f"{path}: is an input", hint="name another file for the page")
     if not force:
-        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+        raise already_exists(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -477,7 +477,7 @@ def test_files_are_uploaded_to_a_branch_of_a_dataset(signed_in: Hub, files: dict
 
 def test_a_file_that_is_there_is_replaced_only_if_allowed(signed_in: Hub, files: dict[str, str]) -> None:
     the_repo(signed_in).commit({"out/index.json": b"old"})
-    with pytest.raises(OutputExists, match=r"out/index\.json exists") as caught:
+    with pytest.raises(OutputExists, match=r"out/index\.json: already exists") as caught:
         repository().put(files, replace=False)
     assert "--force" in (caught.value.hint or "")
     assert not any(seen.method == "PUT" for seen in signed_in.requests())

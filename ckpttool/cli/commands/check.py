@@ -247,14 +247,14 @@ def gather_metrics(
 
 def _require_replaceable(out: str, force: bool) -> None:
     """Refuse an existing file at --out, and with --force too if it holds predictions."""
-    from ...errors import CkptToolError, OutputExists
+    from ...errors import CkptToolError, OutputExists, already_exists
     from ...metrics.predictions import read
 
     try:
         read(out)
     except CkptToolError:
         if not force:
-            raise OutputExists(f"{out}: already exists", hint="write it anyway with --force") from None
+            raise already_exists(out) from None
     else:
         what = f"{out}: is a prediction file, and --out names the certificate to write"
         raise OutputExists(what, hint="name a file that is not there yet, e.g. --out metrics.json")

@@ -12,7 +12,7 @@ from typing import Any
 from ... import system
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.state import State
-from ...errors import OutputExists, UsageFault
+from ...errors import OutputExists, UsageFault, already_exists
 from ...files.commit_folder import unmoved
 from ...inert_pickle.known_names import names_in, names_that_run
 from ...inert_pickle.values import walk
@@ -148,7 +148,7 @@ def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept
     for why, hint in _reasons(checkpoint, target, kept):
         raise OutputExists(f"{path}: already exists, and {why}", hint=hint)
     if not force:
-        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+        raise already_exists(path)
 
 
 def _reasons(checkpoint: Checkpoint, target: Destination, kept: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...errors import Damaged, OutputExists, Unreadable
+from ...errors import Damaged, Unreadable, already_exists
 from ...files.failures import naming
 from ...files.threads import cut
 from ..patience import SLOWEST, Patience
@@ -140,7 +140,7 @@ class Bucket:
                 longest = UPLOADING * self._patience.stall
                 sent = upload(self._writer, key, path, replace, progress, before_end, longest)
             except AlreadyExistsError:
-                raise self._exists(key) from None
+                raise already_exists(self.shown(key)) from None
             except Unanswered as late:
                 what = f"the server's answer to the upload does not end within {late}"
                 hint = f"see whether it is there: ckpttool inspect {shlex.quote(self.shown(key))}"
@@ -174,10 +174,7 @@ class Bucket:
     def _refuse_existing(self, key: str) -> None:
         with contextlib.suppress(Missing), self._named(key):
             self._facts(key)
-            raise self._exists(key)
-
-    def _exists(self, key: str) -> OutputExists:
-        return OutputExists(f"{self.shown(key)}: already exists", hint="write it anyway with --force")
+            raise already_exists(self.shown(key))
 
     @cached_property
     def _settings(self) -> Settings:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ...errors import Damaged, OutputExists, Refused, UsageFault
+from ...errors import Damaged, Refused, UsageFault, already_exists
 from ..patience import Patience
 from ..store import Facts, Progress
 from ..web.transport import Transport
@@ -75,7 +75,7 @@ class Upload:
         """Return the branch's newest commit, which has none of the files, if they are not to be replaced."""
         head = self._look(self._about.revision)
         if not replace and (there := next(filter(head.facts, self._paths), None)):
-            raise OutputExists(f"{self._about.url}/{there} exists", hint="pass --force to overwrite it")
+            raise already_exists(f"{self._about.url}/{there}")
         return head
 
     def _send(self, addition: CommitOperationAdd) -> None:

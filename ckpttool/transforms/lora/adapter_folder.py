@@ -10,9 +10,9 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
-from ...errors import Damaged, OutputExists, UsageFault
-from ...files.commit import require_folder, writing_into
-from ...files.commit_folder import replacing_folder
+from ...errors import Damaged, UsageFault
+from ...files.commit import writing_into
+from ...files.commit_folder import replacing_folder, require_replaceable
 from ...files.copying import Output
 from ...files.dry_output import DryOutput
 from ...files.pieces import Progress
@@ -104,16 +104,7 @@ def require_place(path: str, force: bool) -> None:
     """Raise OutputExists or UsageFault unless an adapter's folder may be written."""
     if path == "-":
         raise UsageFault("-: an adapter is a folder, and can't be streamed", hint="name a folder")
-    require_folder(path)
-    if not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path)):
-        return
-    if not os.path.isdir(path):
-        raise OutputExists(f"{path}: already exists, and is a file", hint="name a new folder")
-    if others := sorted({*os.listdir(path)}.difference(_replaced(path))):
-        what = f"{path}: already exists, and holds other files ({', '.join(others[:3])})"
-        raise OutputExists(what, hint="name a new folder")
-    if not force:
-        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+    require_replaceable(path, _replaced, force=force)
 
 
 def _replaced(folder: str) -> list[str]:
