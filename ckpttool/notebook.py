@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from .analysis.compare import Comparison
+from .analysis.comparison import Comparison
 from .analysis.diff_rows import ROWS, Row, items_of, rows_of
 from .analysis.facts import facts_of, value_in_words
 from .analysis.summary import Summary

@@ -10,8 +10,11 @@ import os
 import signal
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import BinaryIO, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from .windows import Opened
 
 try:
     import fcntl
@@ -20,12 +23,6 @@ try:
     IS_POSIX = hasattr(os, "pread")
 except ImportError:
     IS_POSIX = False
-
-
-class Opened(Protocol):
-    """A file that is open for reading, and can be let go of."""
-
-    def release(self, replaced: Collection[object]) -> None: ...
 
 
 # ---- flags of os.open, each 0 where there is none; without O_BINARY, Windows changes line breaks ----------

@@ -15,12 +15,16 @@ import posixpath
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import BinaryIO, Protocol
 from weakref import WeakSet
 
-if TYPE_CHECKING:
-    from .system import Opened
+
+class Opened(Protocol):
+    """A file that is open for reading, and can be let go of."""
+
+    def release(self, replaced: Collection[object]) -> None: ...
+
 
 SEPARATORS = "/", "\\"
 HAS_OWNERS = False  # a new file has the list of its folder

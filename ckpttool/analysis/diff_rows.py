@@ -12,7 +12,7 @@ from ..words import number, printable
 from .compare_values import Norms
 
 if TYPE_CHECKING:
-    from .compare import Change, Comparison
+    from .comparison import Change, Comparison
     from .distances import Distance
 
 ROWS = 40  # How many rows there are before modules are told instead of tensors

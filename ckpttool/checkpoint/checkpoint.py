@@ -18,7 +18,8 @@ from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import SpecialTensor, index_fault
-from .state import State, StateSearch, in_part
+from .state import State, in_part
+from .state_search import StateSearch
 from .states import is_offered, is_optimizer, places_of
 
 # The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a

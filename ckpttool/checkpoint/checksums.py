@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import Damaged
 from ..files.crc32 import combined, crc32, crc32_of
 from ..files.pieces import Progress, map_bytes
-from ..remote import ahead
+from ..remote import reads
 from ..tensors.ref import Storage
 from ..tensors.source import ByteRange, Observer, Source
 from .checkpoint import Checkpoint
@@ -56,7 +56,7 @@ def _each_once(storages: Iterable[Named]) -> Iterator[Named]:
 
 def expect(storages: Iterable[Named]) -> None:
     """Announce that storages will be read, in this order, to those of their sources that are elsewhere."""
-    ahead.expect(storage for _, storage in storages)
+    reads.expect(storage for _, storage in storages)
 
 
 def reads_of(storages: Iterable[Named]) -> Iterator[ByteRange]:

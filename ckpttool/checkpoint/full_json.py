@@ -18,8 +18,9 @@ from typing import Any
 from ..errors import Damaged, Refused
 from ..inert_pickle.machine import KeyGuard
 from ..inert_pickle.values import FROM_TYPE, FrozenSet_, Global, OrderedDict_, Record, Set_, TooDeep, is_state
+from ..tensors.checked import BadTensor, checked_tensor
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
-from ..tensors.ref import DEVICE, BadTensor, Storage, TensorRef, checked_tensor
+from ..tensors.ref import DEVICE, Storage, TensorRef
 from .dotted_names import TooManyNames
 from .full_encoding import VERSION, Flat, Unholdable, encode
 from .rebuilt_tensors import PLAIN, rebuilds, require_sound

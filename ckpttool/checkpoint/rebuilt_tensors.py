@@ -12,8 +12,9 @@ from itertools import islice
 
 from ..inert_pickle import values as inert
 from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, names_of, tensor_of
+from ..tensors.checked import BadTensor, checked_tensor
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES, has_gradients
-from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, extent, is_count
+from ..tensors.ref import Storage, TensorRef, extent, is_count
 from .special_tensors import SpecialTensor, attributes, read_sparse, shape_of, torch_dtype
 
 # The ends of the names of classes that are taken for tensors, though they are not known here.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Refused
 from ..inert_pickle.values import Global, Record
+from ..tensors.checked import BadTensor
 from ..tensors.dtypes import DTYPES, DType
-from ..tensors.ref import MAX_AXES, MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent, is_count
+from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, extent, is_count
 from ..tensors.values import CHUNK, in_pieces, require_bounded, stretches
 from ..words import first_few
 

@@ -10,7 +10,7 @@ from .console import coloured, printable
 from .layout import columns, cut_middle, fitting, left, right, without, wrapped
 
 if TYPE_CHECKING:
-    from ..analysis.compare import Comparison
+    from ..analysis.comparison import Comparison
 
 HEADER = ("differ", "relative", "cosine", "largest")
 LEAST = 16  # columns of a name, before figures give way to it

@@ -92,8 +92,8 @@ def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> An
     call.command = ctx.command_path
     named = given if isinstance(given, tuple) else (given,)
     if any("://" in path for path in named if path):
-        from ..remote.places import visit
         from ..remote.urls import canonical
+        from ..remote.visit import visit
 
         ctx.with_resource(visit())  # so that a command asks each thing once
         _return_memory()

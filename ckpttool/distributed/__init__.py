@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .collectives import broadcast as broadcast
     from .collectives import broadcast_into as broadcast_into
     from .collectives import compare as compare
-    from .collectives import digest as digest
-    from .collectives import digest_all as digest_all
     from .collectives import fail_together as fail_together
     from .collectives import from_rank_zero as from_rank_zero
     from .collectives import gather as gather
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from .collectives import report_once as report_once
     from .collectives import total as total
     from .collectives import world_size as world_size
+    from .digests import digest as digest
+    from .digests import digest_all as digest_all
     from .divided import whole as whole
     from .dummy_pass import leaving_no_trace as leaving_no_trace
     from .dummy_pass import run_dummy_pass as run_dummy_pass

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from .. import system
 from ..errors import UsageFault
-from .copying import no_room_named
-from .failures import NO_ROOM, reason
+from .failures import NO_ROOM, no_room_named, reason
 from .pieces import BUFFER
 from .temporaries import PART, new_file, remove_abandoned
 

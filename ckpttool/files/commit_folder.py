@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .. import system
 from ..errors import CkptToolError, OutputExists, Unreadable, UsageFault, already_exists
 from .commit import keep_permissions, not_writable, require_folder, require_name
-from .copying import no_room_named
-from .failures import reason
+from .failures import no_room_named, reason
 from .temporaries import (
     OLD,
     abandoned,

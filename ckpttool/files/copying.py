@@ -17,9 +17,9 @@ from .. import system
 from ..tensors.ref import Computed
 from ..tensors.source import ByteRange
 from .crc32 import combined, crc32
-from .failures import NO_ROOM
 from .gathering import TINY, Gathered, in_rows, read_together
 from .pieces import BUFFER, MOST_THREADS, Buffers, Progress
+from .sharing import share
 from .threads import cores, cut, in_order
 
 if TYPE_CHECKING:
@@ -39,17 +39,6 @@ FLUSHED = 16 << 20  # bytes that are sent to the disk together, long before the 
 
 Then = Callable[[int], object]
 Data = ByteRange | Computed | Iterable[memoryview]
-
-
-@contextlib.contextmanager
-def no_room_named(path: str, *, every: bool = False) -> Iterator[None]:
-    """Name the place in an OSError for lack of room, or in every one: a call may know no name, or another."""
-    try:
-        yield
-    except OSError as error:
-        if every or error.errno in NO_ROOM:
-            error.filename, error.filename2 = path, None
-        raise
 
 
 @dataclass(slots=True)
@@ -219,7 +208,8 @@ class Output:
             data = data.part(stretch.start, nbytes)
         if nbytes and self._has(data, position, nbytes):
             for start, size in cut(nbytes, self._in_a_row):
-                yield partial(self._sum, buffers, copy, _part(data, start, size), position + start, size)
+                piece = data.part(start, size) if isinstance(data, ByteRange) else None
+                yield partial(self._sum, buffers, copy, piece, position + start, size)
         elif not isinstance(data, ByteRange | Computed):
             self._put_here(position, data)
         elif nbytes <= SMALL:
@@ -269,8 +259,9 @@ class Output:
     def _has(self, data: Data, position: int, nbytes: int) -> bool:
         """Return whether an earlier attempt wrote a stretch that need not be read, or computed, again."""
         written = self._written
-        is_taken = written is not None and (written.computed or isinstance(data, ByteRange))
-        return is_taken and written is not None and written.covers(position, nbytes)
+        if written is None or not (written.computed or isinstance(data, ByteRange)):
+            return False
+        return written.covers(position, nbytes)
 
     def _sum(
         self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed | None, position: int, nbytes: int
@@ -309,10 +300,6 @@ class Output:
 _Block = tuple[Output, _Copy, int, int, int]
 
 
-def _part(data: Data, start: int, nbytes: int) -> ByteRange | None:
-    return data.part(start, nbytes) if isinstance(data, ByteRange) else None
-
-
 def settle_together(outputs: Sequence[Output]) -> None:
     """Write what was appended to several outputs, by turns: the kernel lets one thread write to a file."""
     for output in outputs:  # first: a file that has its length can share its last block
@@ -344,19 +331,3 @@ def _start_flushing(fd: int, start: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # an advice; whatever fails is an error of fsync
             os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
-
-
-BLOCK = 4096  # whole blocks at the same place within one in both files can be shared
-
-
-def share(data: ByteRange, fd: int, position: int) -> range:
-    """Let a file share the whole blocks of a stretch of another file; return which bytes of it are shared."""
-    start, end = -position % BLOCK, data.nbytes
-    # Only the last block of a file may be shared in part, and only as the last of the other file.
-    if data.offset + end != data.source.size or os.fstat(fd).st_size > position + end:
-        end -= (position + end) % BLOCK
-    if (data.offset - position) % BLOCK or start >= end:
-        return range(0)
-    source, offset = data.source.fd, data.offset + start
-    is_shared = system.share_blocks(source, offset, end - start, fd, position + start)
-    return range(start, end) if is_shared else range(0)

@@ -36,3 +36,14 @@ def system_error(error: BaseException) -> OSError | None:
             return behind
         behind = behind.__context__
     return None
+
+
+@contextlib.contextmanager
+def no_room_named(path: str, *, every: bool = False) -> Iterator[None]:
+    """Name the place in an OSError for lack of room, or in every one: a call may know no name, or another."""
+    try:
+        yield
+    except OSError as error:
+        if every or error.errno in NO_ROOM:
+            error.filename, error.filename2 = path, None
+        raise

@@ -14,8 +14,7 @@ from itertools import islice
 from .. import system
 from ..errors import Unreadable
 from ..words import first_few
-from .copying import no_room_named
-from .failures import reason
+from .failures import no_room_named, reason
 from .pieces import BUFFER
 
 

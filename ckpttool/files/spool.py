@@ -7,7 +7,7 @@ import tempfile
 
 from .. import system
 from ..tensors.source import ByteRange, Source
-from .copying import no_room_named
+from .failures import no_room_named
 
 
 class Spool:

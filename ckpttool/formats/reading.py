@@ -14,9 +14,9 @@ from ..errors import Damaged, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside, unmoved
 from ..files.failures import reason
 from ..files.open_source import OF_MACOS, allow_open_files
-from ..remote import places
-from ..remote.places import is_folder, names_in, open_source_at
+from ..remote.places import exists, is_folder, listed, names_in, open_source_at
 from ..remote.urls import canonical
+from ..remote.visit import visit
 from ..system import join
 from ..tensors.source import Source
 from . import gguf, numpy_files, onnx, safetensors, shards
@@ -85,13 +85,13 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         ...     [name for name, tensor in checkpoint.state().items() if tensor.dtype.name == "int64"]
         ['module.1.num_batches_tracked']
     """
-    with places.visit():
+    with visit():
         return _ready(_open(os.fspath(path)))
 
 
 def open_alone(path: str) -> Checkpoint:
     """Open one checkpoint, a delta as the file of tensors that it is."""
-    with places.visit():
+    with visit():
         return _ready(_open_alone(path))
 
 
@@ -127,7 +127,7 @@ def _open_alone(name: str) -> Checkpoint:
         if not name.endswith(dcp.ENDING):  # which begins like a file of torch.save, and may be one tensor
             return read(source)
     except (Damaged, Unsupported):
-        if not places.exists(join(folder, dcp.METADATA)):
+        if not exists(join(folder, dcp.METADATA)):
             raise
     hint = f"name the folder: {shlex.quote(folder or '.')}"
     raise Unsupported(name, "is a part of a DCP folder, not a file of its own", hint=hint)
@@ -169,7 +169,7 @@ def open_ranks(
     take = Take(take_rank, take_step)
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     names = [canonical(os.fspath(path)) for path in given]
-    with places.visit():
+    with visit():
         return _ready(_open_ranks(names, take))
 
 
@@ -205,7 +205,7 @@ def _open_in(name: str, folder: str) -> Checkpoint:
 def _read_folder(name: str) -> Checkpoint:
     """Read a folder by the file that says what is in it, and by what ranks wrote where that is not all."""
     try:
-        names = [file for file in places.listed(name) if not file.startswith(OF_MACOS)]
+        names = [file for file in listed(name) if not file.startswith(OF_MACOS)]
     except OSError as error:
         raise Unreadable(name, reason(error)) from error
     telling = _telling(name, names)

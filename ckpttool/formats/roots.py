@@ -24,7 +24,8 @@ from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import WORLD, rank_in
 from .ranks.hugging_face import FILE as PIECES
-from .shards import INDEX, RECORDS, alone_among, series_in
+from .shard_names import series_in
+from .shards import INDEX, RECORDS, alone_among
 
 DEEPEST, MOST_FOLDERS = 4, 2_000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from json.encoder import encode_basestring
@@ -26,6 +26,7 @@ from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, count_of, extent, is_count
 from ..tensors.source import ByteRange, Source
 from ..tensors.values import require_bounded, stream
+from .json_objects import Pairs, parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
@@ -272,41 +273,6 @@ def _form_text(dtype: str | None, shape: Shape) -> str:
 
 
 _json = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
-
-
-# The names and values of an object.
-Pairs = list[tuple[str, Any]]
-
-
-def parse_object(
-    path: str, raw: bytes, what: str, usual: Callable[[Pairs], object] = lambda pairs: None
-) -> dict[str, Any]:
-    """Parse JSON and return the object in it."""
-
-    def once(pairs: Pairs) -> object:
-        if (parsed := usual(pairs)) is not None:
-            return parsed
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise Damaged(path, f"{what} has the same name twice")
-        return made
-
-    # A call for each number takes time; so does the search for two bytes, a hundred times that for one.
-    parse_int = _but_minus_zero if b"-" in raw and b"-0" in raw else None
-    try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_int=parse_int)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(path, f"{what} is not JSON: {str(error)[:80]}") from None
-    if not isinstance(parsed, dict):
-        raise Damaged(path, f"{what} is not a JSON object")
-    return parsed
-
-
-def _but_minus_zero(text: str) -> int:
-    """Return an integer; refuse -0, which Python alone takes for one and others for a float."""
-    if text == "-0":
-        raise ValueError("a number is -0")
-    return int(text)
 
 
 def header_in_place(source: Source, tensors: Tensors, metadata: Mapping[str, str]) -> bytes | None:

@@ -12,12 +12,10 @@ import contextlib
 import json
 import os
 import posixpath
-import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from ..checkpoint import full_json
 from ..checkpoint.checkpoint import Checkpoint, Remark
@@ -26,14 +24,16 @@ from ..files.commit import writing_into
 from ..files.copying import Output, settle_together
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
-from ..remote import ahead
+from ..remote import reads
 from ..remote.places import is_folder, open_part, open_source_at, prepare
 from ..system import join
 from ..tensors.ref import TensorRef
 from ..tensors.source import Source
 from . import safetensors
+from .json_objects import parse_object
 from .pytorch import legacy as torch_legacy
 from .pytorch import zip as torch_zip
+from .shard_names import Series, series_in
 from .strangers import head_of, stranger
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
@@ -46,9 +46,6 @@ ALONE = tuple(map("".join, STEMS.values()))
 # What the trainer writes next to the checkpoints of a run, and what it calls those.
 RECORDS, OF_RUN = {"log.jsonl", "run.jsonl"}, {"last.pt", "best.pt"}
 
-# How shards are named: by transformers and what follows it; by torchtune, with the epoch.
-NUMBERED = re.compile(r"(?P<begin>.+-)(?P<number>\d{5,7})-of-(?P<count>\d{5,7})(?P<end>\.[a-z]+)")
-OF_TORCHTUNE = re.compile(r"(?P<begin>hf_model_)(?P<number>\d{4})(?P<end>_\d{1,6}\.pt)")
 
 # The entry of an index's metadata that records which names are another name of a tensor.
 TIES = "ckpttool.ties"
@@ -116,34 +113,6 @@ def alone_among(names: Collection[str]) -> list[str]:
     return [] if of_run else [name for name in names if name in ALONE]
 
 
-class Series(NamedTuple):
-    """How the names of shards begin and end, and how many they say there are, or None where they don't."""
-
-    begin: str
-    end: str
-    total: int | None
-
-    @property
-    def pattern(self) -> str:
-        return f"{self.begin}*{self.end}"
-
-    def missing(self, numbers: Collection[int]) -> list[int]:
-        """Return the first few numbers that are not there."""
-        every = range(1, (self.total or max(numbers)) + 1)
-        return list(islice((number for number in every if number not in numbers), 8))
-
-
-def series_in(names: Iterable[str]) -> dict[Series, dict[int, str]]:
-    """Return the shards among names, by series and number."""
-    series: dict[Series, dict[int, str]] = {}
-    for name in names:
-        if match := NUMBERED.fullmatch(name) or OF_TORCHTUNE.fullmatch(name):
-            count = match.groupdict().get("count")
-            like = Series(match["begin"], match["end"], int(count) if count else None)
-            series.setdefault(like, {})[int(match["number"])] = name
-    return series
-
-
 def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:
     """Return shards in a folder whose index is lost, by the numbers in their names; None if none has any."""
     series = series_in(names)
@@ -177,7 +146,7 @@ def _parse(source: Source) -> dict[str, Any]:
         raise Unsupported("-", "is the index of a sharded checkpoint, whose shards are not in it")
     if source.size > safetensors.MAX_HEADER:
         raise Unsupported(source.path, "is too large for the index of a sharded checkpoint")
-    return safetensors.parse_object(source.path, source.read(0, source.size), "its index")
+    return parse_object(source.path, source.read(0, source.size), "its index")
 
 
 def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -334,7 +303,7 @@ def write(folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, 
     names = [*cut]
     for first in range(0, len(names), TOGETHER):
         group = names[first : first + TOGETHER]
-        ahead.expect((tensor.storage for name in group for tensor in cut[name].values()), as_they_lie=True)
+        reads.expect((tensor.storage for name in group for tensor in cut[name].values()), as_they_lie=True)
         with contextlib.ExitStack() as stack:
             outputs = []
             for name in group:

@@ -20,7 +20,7 @@ from ..checkpoint.flat_optimizers import as_nested
 from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.states import BUFFERS, is_optimizer
-from ..errors import Damaged, NothingToDo, OutputExists, Refused, UsageFault
+from ..errors import NothingToDo, OutputExists, Refused, UsageFault
 from ..files.commit import writing_into
 from ..files.commit_folder import replacing_folder, require_replaceable
 from ..files.copying import Output
@@ -34,7 +34,7 @@ from .folders import folder_of
 from .pytorch import zip as torch_zip
 from .ranks.cut import Shards, SplitOptimizer
 from .reading import open as open_any
-from .saving.saving import UNFIT, are_same, read_back
+from .saving.reading_back import read_back, require_same
 from .strangers import output_at
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
@@ -294,9 +294,8 @@ class SplitPlan:
         """Compare what was written with what was meant, as the merged whole reads back."""
         where = "model" if self.optimizer or self.extra else ""
         with read_back(path, folder), open_any(folder) as written:
-            is_same = are_same(written.state(where).tensors, self.tensors, values=values, progress=progress)
-        if not is_same:
-            raise Damaged(path, UNFIT)
+            again = written.state(where).tensors
+            require_same(path, again, self.tensors, values=values, progress=progress)
 
     def report(self, path: str, sizes: Mapping[str, int], old: Collection[str]) -> Split:
         """Return what was written."""

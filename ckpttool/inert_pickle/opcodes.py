@@ -5,189 +5,35 @@ Source: the `pickletools` module of the standard library.
 
 from __future__ import annotations
 
-import codecs
-import re
 import struct
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .machine import SET, Machine, Stop, fault, is_importable, malformed
+from .operands import (
+    Operation,
+    constant,
+    escaped_text,
+    grouped,
+    index,
+    indexed,
+    integer_or_bool,
+    line,
+    number,
+    popping,
+    pushed,
+    quoted_string,
+    real,
+    signed,
+    sized,
+    string,
+    text,
+)
 from .values import Global, Set_
 
-MAX_DIGITS = 4300  # of an integer written as text: Python's own limit
 MAX_NAME = 1000  # characters in the name of a class or function: messages and lists repeat it
 
-# Runs an opcode: gets the machine and the position after the opcode, returns the position of the next one.
-Operation = Callable[[Machine, int], int]
-
 uint4: Callable[[bytes, int], tuple[int]] = struct.Struct("<I").unpack_from
-
-
-# The text and numbers of a pickle.
-
-
-def decoded(what: str, decode: Callable[[bytes], Any], raw: bytes) -> Any:
-    """Return what `decode` makes of some bytes, which the pickle calls `what`."""
-    try:
-        return decode(raw)
-    except ValueError:
-        malformed(f"its pickle has {what}")
-
-
-# UTF-8 with lone surrogates, which Python's pickler writes as file names may hold them
-text = partial(decoded, "text that is not UTF-8", lambda raw: raw.decode("utf-8", "surrogatepass"))
-escaped_text = partial(decoded, "malformed text", lambda raw: raw.decode("raw-unicode-escape"))
-
-
-def string(raw: bytes) -> str | bytes:
-    """A string of Python 2: text where it is UTF-8, as torch decodes it, else bytes."""
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return raw
-
-
-def quoted_string(raw: bytes) -> Any:
-    """A string of Python 2 in quotation marks."""
-    if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
-        malformed("its pickle has a malformed string")
-    return string(decoded("a malformed string", codecs.escape_decode, raw[1:-1])[0])
-
-
-def signed(raw: bytes) -> int:
-    """An integer in two's complement, little-endian."""
-    return int.from_bytes(raw, "little", signed=True)
-
-
-# Python's module in C reads a number to the first NUL and goes on; the one in Python stops at such a line.
-
-
-def integer(raw: bytes) -> int:
-    """An integer as Python's source has it."""
-    digits, nul, _ = raw.partition(b"\0")
-    if not _NUMBER.fullmatch(digits) and (digits or not nul):  # the module in C takes no digits for 0
-        malformed("its pickle has a malformed integer")
-    if nul or len(raw) > MAX_DIGITS or _OCTAL.fullmatch(raw):
-        fault("its pickle has an integer that readers take for different ones")
-    number: int = decoded("a malformed integer", lambda text: int(text, 0), raw)
-    return number
-
-
-def index(raw: bytes) -> int:
-    """An index of the memo in decimal digits."""
-    digits, nul, _ = raw.partition(b"\0")
-    if not _INDEX.fullmatch(digits):
-        malformed("its pickle has a malformed index")
-    if nul or len(raw) > MAX_DIGITS:
-        fault("its pickle has an index that readers take for different ones")
-    return int(raw)
-
-
-def real(raw: bytes) -> float:
-    """A number with a fraction or an exponent, as Python's source has it."""
-    digits, nul, _ = raw.partition(b"\0")
-    number: float = decoded("a malformed number", float, digits)
-    if nul:
-        fault("its pickle has a number that readers take for different ones")
-    return number
-
-
-def integer_or_bool(raw: bytes) -> int:
-    """An integer in decimal digits, with Python 2's `L` or not; `00` and `01` are False and True."""
-    return {b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else integer(raw.removesuffix(b"L"))
-
-
-_NUMBER, _INDEX = re.compile(rb"\s*[-+]?[0-9]\w*\s*"), re.compile(rb"\s*\+?[0-9]+(_[0-9]+)*\s*")
-# Leading zeros, which Python's module in C takes for octal, and the one in Python for a mistake
-_OCTAL = re.compile(rb"\s*[-+]?0[0-7]+\s*")
-
-
-# Functions that make operations: these differ only in a width, a constant or an action.
-
-
-def pushed(value: Callable[[bytes], object]) -> Callable[[Machine, bytes], None]:
-    """Push what `value` makes of some bytes."""
-    return lambda m, raw: m.stack.append(value(raw))
-
-
-def constant(make: Callable[[], object]) -> Operation:
-    """Push a value made by `make`: containers must be new ones each time."""
-
-    def operation(m: Machine, position: int) -> int:
-        m.stack.append(make())
-        return position
-
-    return operation
-
-
-def number(layout: str) -> Operation:
-    """Push a number of a `layout` of `struct`."""
-    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
-
-    def operation(m: Machine, position: int) -> int:
-        m.stack.append(read(m.data, position)[0])
-        return position + width
-
-    return operation
-
-
-def indexed(layout: str, act: Callable[[Machine, int], None]) -> Operation:
-    """Call `act` with a memo index."""
-    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
-
-    def operation(m: Machine, position: int) -> int:
-        act(m, read(m.data, position)[0])
-        return position + width
-
-    return operation
-
-
-def sized(layout: str, value: Callable[[bytes], object]) -> Operation:
-    """Push what `value` makes of bytes that follow their count."""
-    read, width = struct.Struct(layout).unpack_from, struct.calcsize(layout)
-
-    def operation(m: Machine, position: int) -> int:
-        count: int = read(m.data, position)[0]
-        m.stack.append(value(m.take(position + width, count)))
-        return position + width + count
-
-    return operation
-
-
-def line(act: Callable[[Machine, bytes], object]) -> Operation:
-    """Call `act` with a line of text (protocol 0)."""
-
-    def operation(m: Machine, position: int) -> int:
-        text, position = m.line(position)
-        act(m, text)
-        return position
-
-    return operation
-
-
-def grouped(act: Callable[[Machine, list[Any]], object]) -> Operation:
-    """Call `act` with all values above the last MARK, which are removed."""
-
-    def operation(m: Machine, position: int) -> int:
-        act(m, m.pop_mark())
-        return position
-
-    return operation
-
-
-def popping(count: int, act: Callable[..., object]) -> Operation:
-    """Call `act` with the topmost `count` values, the lowest first; they are removed."""
-
-    def operation(m: Machine, position: int) -> int:
-        if len(m.stack) < count:
-            raise IndexError
-        values = m.stack[-count:]
-        del m.stack[-count:]
-        act(m, *values)
-        return position
-
-    return operation
 
 
 def unknown(m: Machine, position: int) -> int:

@@ -13,11 +13,9 @@ computed from results joined by sample.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,9 +29,12 @@ from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
 from ..distributed.plan import evaluation_batches
 from ..errors import CheckFailed
-from .base import Metric, reduce
+from .base import reduce
 from .certificate import Certificate, LossCertificate, certify
 from .exact_sum import ExactSum
+from .measures import Measure
+from .measures import measures as measures
+from .measures import update as update
 from .predictions import COLUMNS, Evaluation, Predictions
 
 T = TypeVar("T")
@@ -54,14 +55,6 @@ Load = Callable[[list[list[int]]], Iterable[Any]]
 def _forward(model: nn.Module, batch: Any) -> Any:
     """Return the outputs for a batch of (inputs, target), or of inputs alone."""
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A metric to be computed: how to make one, and what its `update` gets of (outputs, batch)."""
-
-    make: Callable[[], Metric[Any]]
-    arguments: Callable[[Any, Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -137,26 +130,6 @@ def evaluate_classes(
                 raise CheckFailed(f"sample {index} has the label {label}, none of the {len(classes)} classes")
 
     return evaluator.classes(model, about=about, check=check).certificate
-
-
-def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
-    """Return metrics, as `evaluate` takes them, in one form; TypeError names one that is something else."""
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics is a {type(metrics).__name__}, not a mapping of names to metrics")
-    measured = {}
-    for name, given in metrics.items():
-        make, arguments = given if isinstance(given, tuple | list) and len(given) == 2 else (given, _compared)
-        if isinstance(make, Metric):
-            make = partial(copy.deepcopy, make)
-        made = make() if callable(make) else make
-        if not isinstance(made, Metric):
-            raise TypeError(
-                f"metrics[{name!r}] makes a {type(made).__name__}, not a metric of ckpttool.metrics"
-            )
-        if not callable(arguments):
-            raise TypeError(f"metrics[{name!r}]: the second of a pair is a function of (outputs, batch)")
-        measured[str(name)] = Measure(make, arguments)
-    return measured
 
 
 class Evaluator:
@@ -322,22 +295,6 @@ class Evaluator:
                     with collectives.fail_together():
                         take(number, batch)
         return scored
-
-
-def update(
-    name: str, metric: Metric[Any], arguments: Callable[[Any, Any], Sequence[Any]], outputs: Any, batch: Any
-) -> None:
-    """Update a metric with a batch; CheckFailed names the metric if it does not take the outputs."""
-    try:
-        metric.update(*arguments(outputs, batch))  # type: ignore[attr-defined]
-    except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
-        hint = "give a pair of the metric and a function: (outputs, batch) -> the arguments of its update"
-        raise CheckFailed(f"metric '{name}': {type(error).__name__}: {error}", hint=hint) from error
-
-
-def _compared(outputs: Any, batch: Any) -> tuple[Any, Any]:
-    """Return what most metrics are updated with: the outputs, and the last part of the batch."""
-    return outputs, batch[-1] if isinstance(batch, tuple | list) else batch
 
 
 def _pair(returned: Any) -> tuple[float, float]:

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from queue import SimpleQueue
 from typing import TypeVar
 from weakref import WeakSet
@@ -20,8 +19,6 @@ from weakref import WeakSet
 from .. import system
 from ..errors import CkptToolError
 from ..files.threads import is_dropped
-from ..tensors.ref import Computed, Storage
-from ..tensors.source import ByteRange, Source
 from .store import Bytes
 
 GAP = 256 << 10  # bytes between two ranges that are read along rather than asked for apart
@@ -132,6 +129,9 @@ def _begin_again() -> None:
 system.in_forked(_begin_again)
 
 
+_lines: WeakSet[Line] = WeakSet()  # of checkpoints that are open
+
+
 class Line:
     """The pieces of several objects, in the order in which an operation reads of them first."""
 
@@ -141,6 +141,7 @@ class Line:
         self._places: dict[tuple[Ahead, int], int] = {}
         self._next = 0  # place of the piece that is fetched next
         self._taken = set[int]()  # places of those that were read to their end, in any order
+        _lines.add(self)
 
     @property
     def goes_on(self) -> bool:
@@ -171,9 +172,6 @@ class Line:
                     return
                 theirs.begin((begin, end))
             self._next += 1
-
-
-_lines: WeakSet[Line] = WeakSet()  # of checkpoints that are open
 
 
 class Ahead:
@@ -283,58 +281,6 @@ class Ahead:
         _now.drop(piece)
         if self._pieces.get(piece.start) is piece:
             del self._pieces[piece.start]
-
-
-def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
-    """Announce what an operation will read of remote objects: each storage about once, and in this order.
-
-    Args:
-        storages: all that will be read; those in files of this machine are passed over.
-        as_they_lie: they are read in the order of their places instead, as copies are, and what is put
-            together by stretches.
-    """
-    seen: set[int] = set()
-    jobs = list[list[ByteRange]]()
-    for storage in storages:
-        data = storage.data
-        if as_they_lie and isinstance(data, Computed) and (stretches := data.stretches()):
-            if id(storage) not in seen:
-                jobs += ([place] for _, place in stretches if not place.source.is_local)
-            seen.add(id(storage))
-        elif isinstance(data := storage.data, ByteRange) and data.source.is_local and not storage.origins:
-            continue  # nothing to ask for, as for all that is on this machine
-        elif places := _places(storage, seen):
-            jobs.append(places)
-    if as_they_lie:
-        jobs.sort(key=lambda places: (places[0].source.place, places[0].offset))
-    of_source: dict[Source, list[Range]] = defaultdict(list)
-    for place in chain.from_iterable(jobs):
-        of_source[place.source].append((place.offset, place.offset + place.nbytes))
-    # What is put together from many objects has a piece of each in use, and two where one tensor ends and the
-    # next one begins, and the next ones of some are on their way: the ends of pieces are spread, so that not
-    # all are needed at once.
-    together = max((len({place.source for place in places}) for places in jobs), default=1)
-    nbytes = max(SMALLEST, min(LARGEST, HELD // min(3 * together, together + 2 * UNDER_WAY)))
-    line = Line()
-    if jobs:
-        _lines.add(line)
-    waiting = {
-        source: source.expect(ranges, nbytes, nbytes * (number % together) // together, line)
-        for number, (source, ranges) in enumerate(of_source.items())
-    }
-    for place in chain.from_iterable(jobs):
-        line.add(waiting[place.source], place.offset, place.offset + place.nbytes)
-
-
-def _places(storage: Storage, seen: set[int]) -> list[ByteRange]:
-    """Return where the bytes of a storage are read; a checksum is one of all that a part is taken from."""
-    if id(storage) in seen:
-        return []
-    seen.add(id(storage))
-    own = [storage.data] if isinstance(storage.data, ByteRange) else []
-    below = [origin for origin in storage.origins if not own or origin.crc32 is not None]
-    places = [*own, *(place for origin in below for place in _places(origin, seen))]
-    return [place for place in places if not place.source.is_local]
 
 
 def begin(job: Callable[[], T]) -> Callable[[], T]:

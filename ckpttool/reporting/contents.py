@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from ..analysis.compare import Change, Comparison, both_states
+from ..analysis.compare import both_states
+from ..analysis.comparison import Change, Comparison
 from ..analysis.diff_rows import detailed
 from ..analysis.facts import facts_of, value_in_words
 from ..analysis.summary import Summary

@@ -20,7 +20,8 @@ from string import Template
 from typing import Any
 
 from .. import __version__
-from ..analysis.compare import Comparison, diff
+from ..analysis.compare import diff
+from ..analysis.comparison import Comparison
 from ..analysis.summary import summarize
 from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
 from ..checkpoint.checkpoint import Checkpoint

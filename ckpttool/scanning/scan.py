@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ..errors import CkptToolError
 from ..files.failures import reason
-from ..remote import places
-from ..remote.places import MOST_NAMES, folders_in, is_folder, listed
+from ..remote.places import MOST_NAMES, folders_in, is_folder, listed, open_source_at
 from ..remote.urls import canonical, is_url
+from ..remote.visit import visit
 from ..tensors.source import ByteRange
 from .contents import Contents, Part
 from .verdicts import Scanned, unreadable
@@ -104,7 +104,7 @@ def scan(path: str | os.PathLike[str], *, allow: Collection[str] = ()) -> list[S
         >>> [(file.path, file.verdict) for file in ckpttool.scan("last.pt")]
         [('last.pt', 'safe')]
     """
-    with places.visit():
+    with visit():
         return [*scan_each(named_in([path]), allow)]
 
 
@@ -128,7 +128,7 @@ def scan_each(files: Iterable[Named], allow: Collection[str] = ()) -> Iterator[S
 
 def _scanned(path: str, allow: Collection[str]) -> Scanned:
     try:
-        source = places.open_source_at(path)
+        source = open_source_at(path)
     except CkptToolError as error:
         return unreadable(path, error.reason)
     contents = Contents(source)

@@ -17,8 +17,9 @@ from mmap import mmap
 from operator import add, lt, sub
 
 from ..errors import RanksDiffer
+from .checked import BadTensor
 from .dtypes import DType
-from .ref import MAX_BYTES, BadTensor, Computed, TensorRef, extent
+from .ref import MAX_BYTES, Computed, TensorRef, extent
 from .source import ByteRange, Stretch
 from .values import boxed, boxes_of, read_into
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis.compare import Change, diff
+from ckpttool.analysis.compare import diff
+from ckpttool.analysis.comparison import Change
 from ckpttool.analysis.verify import verify
 from tests.support import every_format as table
 from tests.support.comparing import compared

@@ -17,7 +17,8 @@ from pytest import MonkeyPatch
 import ckpttool
 from ckpttool.errors import Damaged
 from ckpttool.files import copying
-from ckpttool.files.copying import BLOCK, Output
+from ckpttool.files.copying import Output
+from ckpttool.files.sharing import BLOCK
 from ckpttool.system import NO_CLONE
 from ckpttool.tensors.source import ByteRange, Source
 from tests.support.extents import clone_range

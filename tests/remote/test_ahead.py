@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ckpttool.remote import ahead
 from ckpttool.remote.ahead import Ahead, Line
 
 PIECE, PIECES = 64 << 10, 6
@@ -18,7 +17,6 @@ def expected(asked: Counter[int]) -> Ahead:
         return bytes(end - begin)
 
     one, line, whole = Ahead(fetch), Line(), (0, PIECES * PIECE)
-    ahead._lines.add(line)
     one.expect([whole], [whole], PIECE, 0, line)
     line.add(one, *whole)
     return one

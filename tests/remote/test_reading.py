@@ -274,14 +274,13 @@ def test_an_object_that_changes_meanwhile_is_said_and_leaves_no_output(
 def test_a_server_without_ranges_sends_all_once_and_it_is_said(
     server: RangeServer, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpttool.remote import places
 
     path = put(tmp_path / "there")
     server.ranges = False
     ran = cli("strip-prefix", f"{server.url}/a.pt", tmp_path / "o.safetensors")
     assert_says(ran, 0, "its server ignores ranges, so all of it was read")
     assert len(server.requests) == 2
-    monkeypatch.setattr(places, "SPOOLED", 1000)
+    monkeypatch.setattr("ckpttool.remote.visit.SPOOLED", 1000)
     ran = cli("inspect", f"{server.url}/a.pt")
     assert_says(ran, 3, f"is sent only as a whole, {path.stat().st_size} bytes", "download it first")
 
@@ -401,8 +400,10 @@ def test_paths_do_not_pay_for_urls(tmp_path: Path) -> None:
         "print(code, sorted(n for n in sys.modules if n.split('.')[:2] == ['ckpttool', 'remote']))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = "'ckpttool.remote', 'ckpttool.remote.ahead', 'ckpttool.remote.places', 'ckpttool.remote.store'"
-    assert ran.stdout.splitlines()[-1] == f"0 [{modules}, 'ckpttool.remote.urls']"
+    modules = [
+        f"ckpttool.remote{name}" for name in ("", ".ahead", ".places", ".reads", ".store", ".urls", ".visit")
+    ]
+    assert ran.stdout.splitlines()[-1] == f"0 {modules}"
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path: Path) -> None:

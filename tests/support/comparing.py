@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import ckpttool
-from ckpttool.analysis.compare import Comparison, diff
+from ckpttool.analysis.compare import diff
+from ckpttool.analysis.comparison import Comparison
 
 
 def compared(folder: Path, a: Any, b: Any, **given: Any) -> Comparison:

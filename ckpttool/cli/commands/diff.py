@@ -15,7 +15,7 @@ from ..layout import terminal_width
 from ..reading import fields_of, note_keys, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
-    from ...analysis.compare import Change, Comparison
+    from ...analysis.comparison import Change, Comparison
     from ...checkpoint.checkpoint import Checkpoint
 
 Limits = dict[str, float | None]

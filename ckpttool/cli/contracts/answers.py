@@ -69,7 +69,7 @@ def verify() -> Fields:
 
 
 def diff() -> Fields:
-    from ...analysis.compare import Change, Comparison
+    from ...analysis.comparison import Change, Comparison
     from ...analysis.distances import Distance
 
     distance = fields_like(Distance, {}, without=("where", "a", "b", "tolerated"))

@@ -29,9 +29,10 @@ from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
 from ...remote.places import exists, is_folder, open_part, prepare
 from ...system import join
+from ...tensors.checked import BadTensor
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DType
-from ...tensors.ref import MAX_BYTES, BadTensor, TensorRef, is_count
+from ...tensors.ref import MAX_BYTES, TensorRef, is_count
 from ...tensors.source import ByteRange, Source
 from ..pytorch.archive import Archive
 from ..strangers import known as known_stranger

@@ -10,8 +10,8 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.checksums import Checksums, require_made
 from ...errors import UsageFault
 from ...files.pieces import Progress
-from ...remote import places
 from ...remote.urls import canonical
+from ...remote.visit import visit
 from ..reading import open as open_any
 from ..reading import open_alone
 from .header import read_header
@@ -58,7 +58,7 @@ def apply(
     if not 0 < len(deltas) <= LONGEST:
         raise UsageFault(f"{len(deltas)} deltas were given", hint=f"name from 1 to {LONGEST}")
     names = [canonical(os.fspath(path)) for path in deltas]
-    with places.visit():
+    with visit():
         first = open_any(base)
         files = [open_alone(name) for name in names]
     links = [Link(first)]

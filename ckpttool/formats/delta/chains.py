@@ -10,6 +10,7 @@ from ...errors import CkptToolError, FileError, Unreadable
 from ...files.failures import naming
 from ...system import join
 from .. import safetensors
+from ..json_objects import parse_object
 from .header import ENTRY, base_name
 
 
@@ -31,7 +32,7 @@ def base_of(path: str) -> str | None:
         if isinstance(error.__cause__, FileNotFoundError):
             raise Unreadable(path, "is not there") from error
         raise
-    metadata = safetensors.parse_object(path, raw, "its header").get(safetensors.METADATA)
+    metadata = parse_object(path, raw, "its header").get(safetensors.METADATA)
     text = metadata.get(ENTRY) if isinstance(metadata, dict) else None
     return join(os.path.dirname(path), base_name(path, text)) if isinstance(text, str) else None
 

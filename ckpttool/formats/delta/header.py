@@ -13,7 +13,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unsupported
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import MAX_AXES, MAX_BYTES, Storage, TensorRef, contiguous_stride, extent, is_count
-from ..safetensors import parse_object
+from ..json_objects import parse_object
 
 VERSION = 1
 ENTRY = "ckpttool.delta"  # in the header's metadata: what this file reads

@@ -15,10 +15,11 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import Global, OrderedDict_, tensor_of
+from ...tensors.checked import BadTensor, checked_tensor
 from ...tensors.dtypes import DTYPES, DType
-from ...tensors.ref import DEVICE, BadTensor, Storage, TensorRef, checked_tensor
+from ...tensors.ref import DEVICE, Storage, TensorRef
 from ...tensors.source import Source
-from ..safetensors import parse_object
+from ..json_objects import parse_object
 from .archive import Archive
 from .inflating import Inflating, text_of
 from .zip_reader import Record, first_name, read_directory

@@ -20,8 +20,9 @@ from ...errors import Damaged
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import Global, in_brief
+from ...tensors.checked import BadTensor
 from ...tensors.dtypes import STORAGE_DTYPES
-from ...tensors.ref import MAX_AXES, BadTensor, Storage, TensorRef, is_count
+from ...tensors.ref import MAX_AXES, Storage, TensorRef, is_count
 from ...tensors.source import ByteRange, Source
 from ..strangers import checkpoints_inside
 from .fast_path import itemsize

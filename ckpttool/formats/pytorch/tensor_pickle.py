@@ -19,8 +19,9 @@ from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, Record
 from ...inert_pickle.writer import write_pickle
+from ...tensors.checked import BadTensor, checked_tensor
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
-from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_count
+from ...tensors.ref import Storage, TensorRef, is_count
 from .fast_path import (
     UNTYPED,
     FindStorage,

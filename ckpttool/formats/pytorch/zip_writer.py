@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...files.copying import BLOCK, Output
+from ...files.copying import Output
 from ...files.crc32 import crc32
 from ...files.gathering import MOST_PIECES, is_tiny
+from ...files.sharing import BLOCK
 from ...tensors.ref import Storage
 from ...tensors.source import ByteRange
 

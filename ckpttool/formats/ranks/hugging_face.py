@@ -22,7 +22,7 @@ from ...inert_pickle.values import OrderedDict_
 from ...remote.places import names_in
 from ...system import join
 from ...tensors.ref import TensorRef
-from ..safetensors import parse_object
+from ..json_objects import parse_object
 from .pieces import MAX_RANKS, Candidates, Piece, Take, Wholes, whole_of
 
 NAME = "safetensors-ranks"

@@ -27,9 +27,10 @@ from ...checkpoint.ranks import HINT, Ranks, require_all
 from ...errors import Damaged, Unreadable, UsageFault
 from ...files.open_source import allow_open_files
 from ...remote.places import open_source_at, prepare
+from ...tensors.checked import BadTensor
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
-from ...tensors.ref import BadTensor, Computed, TensorRef, contiguous_stride, extent
+from ...tensors.ref import Computed, TensorRef, contiguous_stride, extent
 from ...tensors.source import Source
 from ...tensors.values import MAX_EXPANSION
 from ..shards import of_all, reader_of

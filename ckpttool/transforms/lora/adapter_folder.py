@@ -10,7 +10,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
-from ...errors import Damaged, UsageFault
+from ...errors import UsageFault
 from ...files.commit import writing_into
 from ...files.commit_folder import replacing_folder, require_replaceable
 from ...files.copying import Output
@@ -18,7 +18,7 @@ from ...files.dry_output import DryOutput
 from ...files.pieces import Progress
 from ...formats import safetensors
 from ...formats.reading import open as open_any
-from ...formats.saving.saving import UNFIT, are_same, read_back
+from ...formats.saving.reading_back import read_back, require_same
 from ...formats.strangers import output_at
 from ...remote.places import uploading
 from .adapter import CONFIG, WEIGHTS
@@ -95,8 +95,8 @@ def save_adapter(
             with writing_into(os.path.join(new.path, CONFIG)) as raw:
                 raw.write(text)
             with read_back(name, new.path), open_any(file) as written:
-                if not are_same(written.state("").tensors, tensors, values=bool(verify), progress=progress):
-                    raise Damaged(name, UNFIT)
+                again = written.state("").tensors
+                require_same(name, again, tensors, values=bool(verify), progress=progress)
     return SavedAdapter(named, out.position + len(text), len(tensors))
 
 

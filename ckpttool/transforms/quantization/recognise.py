@@ -12,7 +12,7 @@ from itertools import chain
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...errors import CkptToolError, Refused, Unsupported
-from ...remote import ahead
+from ...remote import reads
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from ...words import counted
@@ -131,7 +131,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
         faults += unknown(path, settings)
     except CkptToolError as fault:  # which the caller raises or shows
         faults.append(fault)
-    ahead.expect(tensor.storage for name, tensor in tensors.items() if READ.search(name))
+    reads.expect(tensor.storage for name, tensor in tensors.items() if READ.search(name))
     groups: list[Group] = []
     broken: set[str] = set()  # modules
     strips = Strips()

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis.compare import Change, Comparison
 from ckpttool.analysis.compare_values import Norms
+from ckpttool.analysis.comparison import Change, Comparison
 from ckpttool.analysis.distances import Distance
 from ckpttool.cli.diff_page import details, page
 
