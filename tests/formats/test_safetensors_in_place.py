@@ -66,7 +66,7 @@ def of(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that shares blocks of a byte between files: no payload may be copied."""
     monkeypatch.setattr(fcntl, "ioctl", clone_range)
-    monkeypatch.setattr(copying, "BLOCK", 1)
+    monkeypatch.setattr("ckpttool.files.sharing.BLOCK", 1)
     monkeypatch.setattr(copying, "SMALL", 0)
     monkeypatch.setattr(Output, "_put", Mock(side_effect=AssertionError("payload was moved")))
 
