@@ -35,15 +35,20 @@ def run_dummy_pass(
     Raises:
         UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
     """
-    with leaving_no_trace(model, together=together), gradients_zeroed(model):
+    with leaving_no_trace(model, together=together):
         outputs = [output for output in tensors((forward or model)(batch)) if output.requires_grad]
-        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        with gradients_zeroed(model):
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
 
 @contextlib.contextmanager
 def gradients_zeroed(model: nn.Module) -> Iterator[None]:
-    """Let backward passes in the block bring gradients of zero, also where that is 0 / 0, as of a mean."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Let backward passes in the block bring gradients of zero, also where that is 0 / 0, as of a mean.
+
+    Of a model that FSDP2 divides, `wholes` are the parameters that get gradients.
+    """
+    parameters = getattr(model, "wholes", None) or model.parameters()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
     try:
         yield

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -79,6 +80,12 @@ def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> fl
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
     config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
     return Trainer(config, data, model, place(rank, world_size), tasks.build(config, data))
+
+
+def wholes(trainer: Trainer) -> list[torch.Tensor]:
+    """Return the parameters, whole on each rank also with `--shard`."""
+    parameters = (parameter.detach() for parameter in trainer.ddp.parameters())
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
 
 
 def finish_epoch(trainer: Trainer) -> Any:

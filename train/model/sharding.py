@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -41,6 +42,8 @@ class Sharded(nn.Module):
 
     Attributes:
         about: how it is divided, for the report: `divided as 3 × Block, the rest; 2 groups of 4`.
+        wholes: the parameters as they are put together for a pass, which get the gradients that are summed;
+            those of a unit are known from its first pass on.
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, place: Place) -> None:
@@ -60,7 +63,19 @@ class Sharded(nn.Module):
             fsdp.fully_shard(model.get_submodule(path), mp_policy=_precision(config), **how)
         fsdp.fully_shard(model, mp_policy=_precision(config, outputs=torch.float32), **how)
         model.register_forward_hook(_take_apart)
+        self.wholes: list[nn.Parameter] = []
+        for path in ("", *paths):
+            self._note_wholes(model.get_submodule(path))
         self.module = model
+
+    def _note_wholes(self, unit: nn.Module) -> None:
+        """Note the parameters of a unit in its first pass, once FSDP2's own hook has put them together."""
+
+        def note(*_: object) -> None:
+            self.wholes += [each for each in unit.parameters() if not isinstance(each, DTensor)]
+            hook.remove()
+
+        hook = unit.register_forward_pre_hook(torch.compiler.disable(note))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():

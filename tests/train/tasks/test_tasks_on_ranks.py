@@ -261,8 +261,7 @@ def train_on_nothing(
     model = WithLoss(*model) if task == "model-loss" else model
     trainer = trainings.trainer(rank, world_size, data, model, **settings)
     loss, progress = trainings.finish_epoch(trainer).loss, trainer.progress
-    parameters = [parameter.detach() for parameter in trainer.ddp.parameters()]
-    return parameters, loss, progress.uncounted, progress.global_step
+    return trainings.wholes(trainer), loss, progress.uncounted, progress.global_step
 
 
 WHERE: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (3, {}), (4, {})]
@@ -280,7 +279,7 @@ def test_a_step_in_which_nothing_counts_is_left_out_on_all_ranks(run_ranks, step
             assert math.isnan(loss) == (len(steps) == 3)
 
 
-class OfSome(nn.Linear):
+class OfSome(nn.Sequential):
     """Returns a mean loss over some of its samples; it and its gradient are NaN where there are none."""
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:  # type: ignore[override]
@@ -294,15 +293,19 @@ def of_some(rank: int, world_size: int, settings: dict[str, Any]) -> list[torch.
     targets = targets.clone().clamp(max=0.5)
     targets[1::4] = 1.0
     data = replace(data_of("model-loss"), train=TensorDataset(inputs, targets), test=None)
-    model = trainings.seeded(lambda: OfSome(6, 2, dtype=torch.float64))
+    model = trainings.seeded(lambda: OfSome(*linear()))
     settings = {**SETTINGS, "batch_size": BATCH, "task": "model-loss", **settings}
     trainer = trainings.trainer(rank, world_size, data, model, **settings)
     trainings.finish_epoch(trainer)
-    return [parameter.detach() for parameter in trainer.ddp.parameters()]
+    return trainings.wholes(trainer)
+
+
+IN_BLOCKS: dict[str, Any] = {"shard": True, "shard_blocks": ("Linear",)}
 
 
 @pytest.mark.parametrize(
-    ("size", "settings"), [(1, {"accumulate": 5}), (2, {"virtual_ranks": 4}), (2, {}), (4, {})]
+    ("size", "settings"),
+    [(1, {"accumulate": 5}), (2, {"virtual_ranks": 4}), (2, {}), (4, {}), (2, IN_BLOCKS)],
 )
 def test_a_rank_or_a_pass_in_which_nothing_counts_adds_nothing(run_ranks, size, settings):
     (one,) = run_ranks(1, of_some, {})
