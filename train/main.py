@@ -224,7 +224,7 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[tuple[Any, int]]) 
             sums.add(loss, count, samples=samples)
             if begin_count:
                 begin_count()
-            with log.phase("backward", loss_of_mean), trainer.backward_of(count):
+            with log.phase("backward", loss_of_mean), trainer.backward_of(loss, count):
                 loss_of_mean.backward()
         sums.add_correct(task.correct(outputs, batch))
     with log.phase("reduce"):

@@ -85,9 +85,15 @@ class OnRank1(Sometimes):
     def forward(self, x):
         return super().forward(x) + (0 if os.environ.get("RANK") == "1" else self.extra(x))
 
+class Detached(Sometimes):
+    def forward(self, x):
+        out = super().forward(x) + 0 * self.extra(x)
+        return out.detach() if self.passes == 4 else out
+
 net = lambda num_classes: nn.Linear(3, num_classes)
 sometimes = lambda: Sometimes()
 forgetful = lambda: OnRank1()
+detached = lambda: Detached()
 """
 
 
@@ -131,6 +137,7 @@ def test_samples_that_are_no_tensor_with_a_class_are_refused(own, fails, factory
     assert SAMPLES[factory] in fails(2, f"{own}:{factory}")
 
 
+NO_GRADIENT = "in step 2 the loss of rank 0 does not depend on the parameters of --model"
 UNUSED = "parameter extra.weight did not affect the output in step 2"
 DURING = {
     "a label beyond the classes": ("beyond", "", "which is not one of the 2 classes"),
@@ -142,6 +149,7 @@ DURING = {
     ),
     "a loss of nan": ("poisoned", "--log-every 1", r"the loss is NaN by step [1-5]: training has diverged"),
     "a parameter that is not always used": ("plain", "--model {own}:sometimes", UNUSED),
+    "a loss without a gradient": ("plain", "--model {own}:detached", NO_GRADIENT),
 }
 
 

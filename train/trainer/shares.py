@@ -87,8 +87,9 @@ def _pass(trainer: Trainer, indices: list[int]) -> Callable[[], None]:
 
     def run() -> None:
         with trainer.updater.precision.autocast():
-            loss, _ = task.loss(task.forward(model, batch), batch)
-        loss.backward()
+            loss, count = task.loss(task.forward(model, batch), batch)
+        with trainer.backward_of(loss, count):
+            loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

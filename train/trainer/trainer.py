@@ -33,6 +33,7 @@ from train.trainer import same_pass
 from train.trainer.feed import Feed
 from train.trainer.progress import Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore
 from train.trainer.selection import selection
+from train.trainer.trial import NO_GRADIENT
 from train.trainer.unused import AllUsed, Used
 
 
@@ -165,8 +166,17 @@ class Trainer:
         own = torch.cat([count, others.to(count.device, non_blocking=True)])
         self._count_sum = collectives.begin_total(own)
 
-    def backward_of(self, count: float | torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward pass: where nothing counts, the gradient of a mean is NaN."""
+    def backward_of(
+        self, loss: torch.Tensor, count: float | torch.Tensor
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a backward pass: where nothing counts, the gradient of a mean is NaN.
+
+        CheckFailed for a loss that depends on no parameter: torch's own error does not say in which step.
+        """
+        if not loss.requires_grad:
+            where = f"in step {self.progress.global_step + 1} the loss of rank {self.place.rank}"
+            what = f"{where} does not depend on the parameters of --model {self.config.model}"
+            raise CheckFailed(f"--task {self.task.name}: {what}", hint=NO_GRADIENT)
         # A count that lies on the GPU is waited for only where the loss is such a mean.
         is_near = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
         nothing = (is_near or isinstance(self.task, ModelLoss)) and not count

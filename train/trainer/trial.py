@@ -33,6 +33,8 @@ from train.tasks.task import PAIR, Task, UserTask
 
 TRIED = 8  # samples, of which one should have something that counts
 
+NO_GRADIENT = "compute it from the outputs (times 0 if need be), without .item(), .detach(), torch.no_grad()"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -142,8 +144,7 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
     check_count(trial, outputs, smallest)
     if not total.requires_grad:
         what = "the sum that loss returned does not depend on the model's parameters"
-        hint = "compute it from the outputs, without .item(), .detach() or torch.no_grad()"
-        raise UsageFault(f"--task {trial.task.name}: {what}", hint=hint)
+        raise UsageFault(f"--task {trial.task.name}: {what}", hint=NO_GRADIENT)
     with torch.no_grad():
         trial.measure(outputs, batch)
     total.backward()

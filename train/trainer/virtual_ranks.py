@@ -103,7 +103,7 @@ def _pass_all(
             outputs = task.forward(model, batch)
             loss, count = task.loss(outputs, batch)
             loss_of_mean = precision.scale(loss / step.global_size)
-        with log.phase("backward", loss_of_mean), trainer.backward_of(count):
+        with log.phase("backward", loss_of_mean), trainer.backward_of(loss, count):
             loss_of_mean.backward()
         sums.add(loss, count, samples=samples)
         sums.add_correct(task.correct(outputs, batch))
