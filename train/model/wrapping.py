@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils.checkpoint import checkpoint
 
 from ckpttool import batchnorm
@@ -28,10 +29,23 @@ GRAPHS = 64
 def compare(model: nn.Module, when: str) -> None:
     """Raise RanksDiffer unless all ranks have tensors of the same names, types and shapes. A collective."""
     kinds = {
-        name: (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+        name: (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
         for name, value in model.state_dict().items()
     }
+    kinds |= dict.fromkeys(extra_states(model))
     collectives.compare(kinds, when, hint="let --model make the same on every rank")
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Return what `get_extra_state` of a model's modules returns, by its names in the state dict."""
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+
+
+def share_extra_states(model: nn.Module) -> None:
+    """Give every rank rank 0's extra states, as DDP does with tensors. A collective."""
+    if extra_states(model):  # only rank 0 may have the file of --init
+        model.load_state_dict(collectives.broadcast(lambda: extra_states(model)), strict=False)
 
 
 def wrap(config: TrainConfig, model: nn.Module) -> None:

@@ -39,6 +39,7 @@ from train.trainer.unused import AllUsed, Used
 
 def _wrapped(config: TrainConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
     wrapping.compare(model, "before training")
+    wrapping.share_extra_states(model)
     if config.shard:
         return Sharded(config, model, place)
     how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}

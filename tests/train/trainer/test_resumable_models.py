@@ -137,3 +137,18 @@ def test_a_resume_rounds_no_weights_to_another_type(run_ranks, tmp_path):
     (said,) = run_ranks(1, runs.run, make[1], str(tmp_path / "rest"), resumed)
     named = "UsageFault: --model simple-cnn: net.stem.weight is bfloat16, and float32 in the saved model"
     assert said.startswith(named) and said.endswith(" 2")
+
+
+def begin_apart(rank: int, size: int, make: Any) -> Any:
+    """Return the extra state with which a rank begins, of which rank 0 has another, as from its --init."""
+    model = make()
+    model.passes = 5 * (rank == 0)
+    trainer = trainings.trainer(rank, size, trainings.tensors(runs.SHAPE, 20), model)
+    return trainer.ddp.module.get_extra_state()
+
+
+def test_all_ranks_begin_with_the_extra_state_of_rank_0(run_ranks):
+    one, other = run_ranks(2, begin_apart, Kept)
+    assert one == other and one["passes"] >= 5
+    one, other = run_ranks(2, begin_apart, AsTensor)
+    assert one == other >= 5
