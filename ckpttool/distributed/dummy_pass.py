@@ -49,7 +49,7 @@ def gradients_zeroed(model: nn.Module) -> Iterator[None]:
     """
     parameters = getattr(model, "wholes", None) or model.parameters()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
+    hooks = [each.register_hook(torch.zeros_like) for each in trained]
     try:
         yield
     finally:
