@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import reads_of
@@ -68,7 +69,7 @@ class Coverage:
                 self._count_origins(storage)
         of_ranks = checkpoint.ranks is not None
         zips = checkpoint.format in ZIPS or (of_ranks and checkpoint.format != dcp.NAME)
-        for source in (source for source in (checkpoint.source, *checkpoint.shards) if source.size):
+        for source in filter(attrgetter("size"), checkpoint.sources):
             is_one = not source.path.endswith(dcp.ENDING)  # many zips in a row
             is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
             if checkpoint.format in OTHER_ZIPS:

@@ -112,7 +112,7 @@ def verify(
             differing = tensors_that_differ(checkpoint, verify=False)
             non_finite = dict(_non_finite(checkpoint, differing, progress))
             damaged = checksums.damaged(progress)
-        for source in (checkpoint.source, *checkpoint.shards):
+        for source in checkpoint.sources:
             source.check_rest()
         coverage = Coverage(checkpoint)
         problems = _code(checkpoint, coverage.strays) if no_code else []

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from ..files.gathering import MOST_PIECES
 from ..formats.pytorch import zip_writer
+from ..formats.pytorch.zip_entries import extra_fields
 from ..formats.pytorch.zip_reader import Record, read_directory
 from ..formats.pytorch.zip_writer import CENTRAL, END, FULL32, LOCAL, LOCATOR64, PADDING_EXTRA, ZIP64_EXTRA
 from ..tensors.source import Source
@@ -48,8 +49,9 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
             faults.append((record.name, "its two headers differ in version, flags or time"))
         own = bytes(before[len(before) - local[-1] :])
         for piece in (own, extra):
-            padding = b"".join(data for kind, data in _fields(piece) if kind == PADDING_EXTRA)
-            wide = sum(len(data) for kind, data in _fields(piece) if kind == ZIP64_EXTRA and FULL32 in fields)
+            parts = [*extra_fields(piece)]
+            padding = b"".join(data for kind, data in parts if kind == PADDING_EXTRA)
+            wide = sum(len(data) for kind, data in parts if kind == ZIP64_EXTRA and FULL32 in fields)
             # Readers pass over extra fields that they do not know, so nothing determines kind and length.
             free["header fields"] += len(piece) - len(padding) - wide
             if padding.strip(b"Z"):
@@ -106,14 +108,3 @@ def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[i
         entries.append((header, fields, extra))
         at = begin + fields[11] + fields[12]
     return start, sorted(entries, key=lambda entry: entry[0])
-
-
-def _fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the kind and the data of each extra field."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        if at + 4 + length > len(extra):
-            return
-        yield kind, extra[at + 4 : at + 4 + length]
-        at += 4 + length

@@ -96,9 +96,14 @@ class Checkpoint:
         return self.source.path
 
     @property
+    def sources(self) -> tuple[Source, ...]:
+        """The open file, or all those of the folder."""
+        return self.source, *self.shards
+
+    @property
     def nbytes(self) -> int:
         """The size in bytes of the file, or of all files of the folder."""
-        return self.source.size + sum(shard.size for shard in self.shards)
+        return sum(source.size for source in self.sources)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -108,7 +113,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files. Their tensors can't be read afterwards."""
-        for source in (self.source, *self.shards):
+        for source in self.sources:
             source.close()
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:

@@ -177,7 +177,7 @@ class Checksums:
 
 def unmatched(checkpoint: Checkpoint, name: str, storage: Storage, kind: str = "checksum") -> Damaged:
     """Return the error for a storage whose bytes do not match what is stated of them."""
-    path, files = storage.data.path, {source.path for source in (checkpoint.source, *checkpoint.shards)}
+    path, files = storage.data.path, {source.path for source in checkpoint.sources}
     whole = checkpoint.path if path in files else path  # the folder, not one of its files
     hint = None if whole == "-" else f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
     return Damaged(path, f"the bytes of '{name[:80]}' do not match their {kind}", hint=hint)

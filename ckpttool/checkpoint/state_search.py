@@ -70,8 +70,8 @@ class StateSearch:
         paths = states.candidates(self.tree)
         rated = [(states.likelihood(path, partial(self._entries, path)), path) for path in paths]
         best: dict[int, tuple[Likelihood, Path]] = {}
-        for each in sorted(rated, key=lambda pair: pair[0]):
-            best.setdefault(id(follow(self.tree, each[1])), each)
+        for likelihood, path in sorted(rated, key=lambda pair: pair[0]):
+            best.setdefault(id(follow(self.tree, path)), (likelihood, path))
         return [*best.values()]
 
     def _entries(self, path: Path) -> Mapping[object, object]:

@@ -129,26 +129,26 @@ def answer_each(
 ) -> int:
     """Print the answer for each file, and return the highest exit code."""
     if len(files) == 1:  # its JSON is one object, and an error is raised
-        found = answer(files[0])
-        console.result(found.text, found.data, in_quiet=found.in_quiet)
-        return found.code
+        reply = answer(files[0])
+        console.result(reply.text, reply.data, in_quiet=reply.in_quiet)
+        return reply.code
     call = Call(click.get_current_context().command_path)
     highest, objects = 0, []
     for number, path in enumerate(files):
         call.paths = (path,)
         try:
-            found = answer(path)
+            reply = answer(path)
         except Exception as error:
             if os.environ.get("CKPTTOOL_DEBUG") == "1":
                 raise
-            found = Answer("", error_fields(error, call), describe(error, call)[-1])
+            reply = Answer("", error_fields(error, call), describe(error, call)[-1])
             if not console.json:
                 fail(error, as_json=False, call=call)
         else:
             if not console.json:
-                console.result(between * bool(number) + found.text, {}, in_quiet=found.in_quiet)
-        highest = max(highest, found.code)
-        objects.append(versioned({"path": path, **found.data}))  # each as if it were alone
+                console.result(between * bool(number) + reply.text, {}, in_quiet=reply.in_quiet)
+        highest = max(highest, reply.code)
+        objects.append(versioned({"path": path, **reply.data}))  # each as if it were alone
     if console.json:
         console.result("", {"files": objects})
     return highest

@@ -82,11 +82,11 @@ class Companions:
             if job.input == "-":
                 raise UsageFault("--companions: stdin has no files beside it", hint="name a file or a folder")
             folder = os.path.dirname(job.input) or "."
-        found, others = folders.listed_beside(checkpoint, place.path, folder)
+        beside, others = folders.listed_beside(checkpoint, place.path, folder)
         if not wanted:
             shown = folder is not None or place.is_folder
-            return cls({}, [os.path.basename(path) for path in found], others) if shown else cls({})
-        places = folders.companion_targets(found, place.path, is_folder=place.is_folder, force=job.force)
+            return cls({}, [os.path.basename(path) for path in beside], others) if shown else cls({})
+        places = folders.companion_targets(beside, place.path, is_folder=place.is_folder, force=job.force)
         steps = [map(os.path.dirname, pair) for pair in places.items() if os.path.lexists(pair[1])]
         if any(identity_of(old or ".") == identity_of(new or ".") for old, new in steps):
             what = f"--companions: {place.path} is written beside them"

@@ -161,17 +161,16 @@ def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
 
 def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) -> list[str]:
     """Return the names in the folder of a checkpoint that are no part of it, sorted."""
-    if (source := folder or folder_of(checkpoint)) is None:
+    if (home := folder or folder_of(checkpoint)) is None:
         return []
     read = _files_read(checkpoint)
-    sources = checkpoint.source, *checkpoint.shards
     # In a folder below, as DeepSpeed has tags.
-    own = {_first_below(source, place) for place in (path, *(each.place for each in sources))}
+    own = {_first_below(home, place) for place in (path, *(source.place for source in checkpoint.sources))}
     return [
         name
-        for name in listed(source)
+        for name in listed(home)
         if not (name.startswith(".") or name in own or not_read(name) in checkpoint.unread)
-        and _identity_of(join(source, name)) not in read
+        and _identity_of(join(home, name)) not in read
     ]
 
 
@@ -197,7 +196,7 @@ def _files_referred(checkpoint: Checkpoint) -> set[File | None]:
 
 
 def _files_read(checkpoint: Checkpoint) -> set[File | None]:
-    return {source.identity for source in (checkpoint.source, *checkpoint.shards)}
+    return {source.identity for source in checkpoint.sources}
 
 
 def _identity_of(path: str) -> File | None:

@@ -207,7 +207,7 @@ def _read_together(folder: str) -> Checkpoint | None:
             raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder next to it")
         tree |= part.tree
     telling = parts[0].source.called(folder)
-    parts[0] = replace(parts[0], source=telling, shards=(parts[0].source, *parts[0].shards))
+    parts[0] = replace(parts[0], source=telling, shards=parts[0].sources)
     whole = _joined(parts, tree)
     beside = (not_read(name) for name in inside if BESIDE.fullmatch(name))
     return replace(whole, unread=(*whole.unread, *beside), ranks=_of_one_run(folder, parts))

@@ -97,7 +97,7 @@ def open_alone(path: str) -> Checkpoint:
 
 def _ready(checkpoint: Checkpoint) -> Checkpoint:
     """Let go of what was read to open a checkpoint: from now on values are read."""
-    for source in (checkpoint.source, *checkpoint.shards):
+    for source in checkpoint.sources:
         source.opened()
     return checkpoint
 

@@ -110,8 +110,8 @@ def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, Te
     of_like = {like: _form(source, name, *like) for like, name in example.items()}
     forms = list(map(of_like.__getitem__, likes))
     dtypes, sizes, strides, nbytes, kinds = zip(*forms, strict=True) if forms else ((),) * 5
-    if (found := tuple(map(sub, ends, begins))) != nbytes:
-        name, has, should = _first_unequal(names, found, nbytes)
+    if (lengths := tuple(map(sub, ends, begins))) != nbytes:
+        name, has, should = _first_unequal(names, lengths, nbytes)
         raise Damaged(source.path, f"tensor '{name}' should have {should} bytes by its shape, has {has}")
     if begins != (expected := (0, *ends)[: len(begins)]):
         name, _, _ = _first_unequal(names, begins, expected)
@@ -210,17 +210,17 @@ def in_order(path: str, tensors: Tensors) -> Tensors:
 
 def _write(tiny: list[tuple[int, ByteRange]], out: Output) -> None:
     """Write small ranges of files to their places, and forget them."""
-    found = out.taken([data for _, data in tiny])
-    out.write_pieces(zip((position for position, _ in tiny), found, strict=True))
+    contents = out.taken([data for _, data in tiny])
+    out.write_pieces(zip((position for position, _ in tiny), contents, strict=True))
     tiny.clear()
 
 
 def ties(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, str]:
     """Return the names that are another name of a tensor: name -> the first name of that tensor."""
     first: dict[tuple[object, ...], str] = {}
-    kept = {name: first.setdefault(tensor.view, name) for name, tensor in tensors.items() if tensor.numel}
-    free = (name for name in kept if name not in metadata and name not in RESERVED)
-    return {name: kept[name] for name in free if kept[name] != name}
+    first_of = {name: first.setdefault(tensor.view, name) for name, tensor in tensors.items() if tensor.numel}
+    free = (name for name in first_of if name not in metadata and name not in RESERVED)
+    return {name: first_of[name] for name in free if first_of[name] != name}
 
 
 def without_ties(texts: Mapping[str, str], tensors: Tensors) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -256,7 +256,7 @@ def of_all(files: Collection[Checkpoint]) -> dict[str, Any]:
     """Return the fields that a checkpoint of several files has from all of them."""
     return {
         "protocol": max((file.protocol for file in files), default=2),
-        "shards": tuple(source for file in files for source in (file.source, *file.shards)),
+        "shards": tuple(source for file in files for source in file.sources),
         "unread": tuple(dict.fromkeys(text for file in files for text in file.unread)),
         "names": frozenset().union(*(file.names for file in files)),
         "remarks": tuple(remark for file in files for remark in file.remarks),

@@ -1,4 +1,5 @@
-"""The base of all metrics: integers that merge by adding, over ranks too; and their inputs, checked.
+"""The base of all metrics: integers that merge by adding, over ranks too; their inputs, checked; and how
+evaluations take them.
 
 Imports numpy when a metric is made, torch in `reduce` and `gather`.
 """
@@ -7,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .. import distributed
+from ..errors import CheckFailed
 from .exact_sum import ExactSum, rounded
 
 if TYPE_CHECKING:
@@ -175,3 +179,47 @@ def gather(
     As `ckpttool.distributed.gather_rows.gather`; raises NeedsTorch if torch is not installed.
     """
     return distributed.gather_rows.gather(index, columns, samples=samples, **choices)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric to be computed: how to make one, and what its `update` gets of (outputs, batch)."""
+
+    make: Callable[[], Metric[Any]]
+    arguments: Callable[[Any, Any], Sequence[Any]]
+
+
+def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
+    """Return metrics, as `evaluate` takes them, in one form; TypeError names one that is something else."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics is a {type(metrics).__name__}, not a mapping of names to metrics")
+    measured = {}
+    for name, given in metrics.items():
+        make, arguments = given if isinstance(given, tuple | list) and len(given) == 2 else (given, _compared)
+        if isinstance(make, Metric):
+            make = partial(copy.deepcopy, make)
+        made = make() if callable(make) else make
+        if not isinstance(made, Metric):
+            raise TypeError(
+                f"metrics[{name!r}] makes a {type(made).__name__}, not a metric of ckpttool.metrics"
+            )
+        if not callable(arguments):
+            raise TypeError(f"metrics[{name!r}]: the second of a pair is a function of (outputs, batch)")
+        measured[str(name)] = Measure(make, arguments)
+    return measured
+
+
+def update(
+    name: str, metric: Metric[Any], arguments: Callable[[Any, Any], Sequence[Any]], outputs: Any, batch: Any
+) -> None:
+    """Update a metric with a batch; CheckFailed names the metric if it does not take the outputs."""
+    try:
+        metric.update(*arguments(outputs, batch))  # type: ignore[attr-defined]
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
+        hint = "give a pair of the metric and a function: (outputs, batch) -> the arguments of its update"
+        raise CheckFailed(f"metric '{name}': {type(error).__name__}: {error}", hint=hint) from error
+
+
+def _compared(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """Return what most metrics are updated with: the outputs, and the last part of the batch."""
+    return outputs, batch[-1] if isinstance(batch, tuple | list) else batch

@@ -29,12 +29,11 @@ from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
 from ..distributed.plan import evaluation_batches
 from ..errors import CheckFailed
-from .base import reduce
+from .base import Measure, reduce
+from .base import measures as measures
+from .base import update as update
 from .certificate import Certificate, LossCertificate, certify
 from .exact_sum import ExactSum
-from .measures import Measure
-from .measures import measures as measures
-from .measures import update as update
 from .predictions import COLUMNS, Evaluation, Predictions
 
 T = TypeVar("T")

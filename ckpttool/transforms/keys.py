@@ -230,8 +230,8 @@ def _apply(
             return _rename_state(*states[id(value)], wrappers or {})
         if is_optimizer(value) and owners.follows(value, numbers=False):
             prefix = owners.prefix(value)
-            whole = {prefix + old: prefix + new for old, new in names.items()}
-            return rename_parameters(value, as_listed(value, whole))
+            full_names = {prefix + old: prefix + new for old, new in names.items()}
+            return rename_parameters(value, as_listed(value, full_names))
         return value
 
     also = {other.where: theirs for other, theirs in others}

@@ -65,7 +65,7 @@ def apply(
     for file in files:
         links.append(joined(links[-1], file, digests=file is files[-1]))
     source = files[-1].source.called("+".join([first.path, *names]))
-    sources = (first.source, *first.shards, *(file.source for file in files))
+    sources = (*first.sources, *(file.source for file in files))
     made = replace(links[-1].checkpoint, source=source, shards=sources)
     require_made(made.storages())
     taken = {id(storage): storage.nbytes for _, storage in links[1].taken}

@@ -17,7 +17,7 @@ from ...remote import places
 from ...remote.urls import is_url
 from ...system import join
 from ...tensors.ref import Computed, Storage, TensorRef
-from ...tensors.source import ByteRange, Source
+from ...tensors.source import ByteRange
 from . import compression
 from .header import ENTRY, NEW, SAME, TREE, XOR, Entry, Header, is_delta, read_header
 
@@ -83,11 +83,8 @@ def chained(name: str, first: Checkpoint, deltas: Sequence[str], open_file: Open
     link = Link(files[0])
     for file in files[1:]:
         link = joined(link, file)
-    return replace(link.checkpoint, source=files[-1].source.called(name), shards=_sources(files))
-
-
-def _sources(files: Sequence[Checkpoint]) -> tuple[Source, ...]:
-    return tuple(source for file in files for source in (file.source, *file.shards))
+    sources = tuple(source for file in files for source in file.sources)
+    return replace(link.checkpoint, source=files[-1].source.called(name), shards=sources)
 
 
 def _shorter(name: str) -> str:

@@ -266,7 +266,7 @@ def _file(source: Source, made: Encoded, texts: Mapping[str, str]) -> Checkpoint
 
 
 def _versions(*checkpoints: Checkpoint) -> dict[str, tuple[object, ...]]:
-    sources = (source for each in checkpoints for source in (each.source, *each.shards))
+    sources = (source for checkpoint in checkpoints for source in checkpoint.sources)
     return {source.path: source.version for source in sources}
 
 

@@ -96,23 +96,22 @@ class Archive:
         self._require_size(key, form, record.size)  # before anything is inflated
         data = record.data if record.compression == STORED else self.inflating.data(record)
         if form.location != "cpu" and not DEVICE.fullmatch(form.location):
-            said = f"is tagged with '{form.location[:40]}', which is no device: torch refuses the file"
-            self.remarks.append(Remark(f"storage '{key[:80]}'", said))
+            what = f"is tagged with '{form.location[:40]}', which is no device: torch refuses the file"
+            self.remarks.append(Remark(f"storage '{key[:80]}'", what))
         self.storages[key] = Storage(data, form.kind, form.location, record.crc32, self.byteorder)
         return self.storages[key]
 
     def all_storages(self, keys: Sequence[str], forms: Sequence[StorageForm]) -> list[Storage]:
         """Return the storages of several keys."""
-        found = [*map(self.records.get, map(self.data.__add__, keys))]
-        records = [*filter(None, found)]
+        records = [*filter(None, map(self.records.get, map(self.data.__add__, keys)))]
         is_new = len({*keys}) == len(keys) == len(records) and self.storages.keys().isdisjoint(keys)
         if is_new and {record.compression for record in records} == {STORED}:
             kinds, locations, _, nbytes = zip(*forms, strict=True)
             _, data, sizes, crcs, _ = zip(*records, strict=True)
             if sizes == nbytes and all(map(DEVICE.fullmatch, {*locations})):
-                made = [*map(Storage, data, kinds, locations, crcs, repeat(self.byteorder))]
-                self.storages.update(zip(keys, made, strict=True))
-                return made
+                storages = [*map(Storage, data, kinds, locations, crcs, repeat(self.byteorder))]
+                self.storages.update(zip(keys, storages, strict=True))
+                return storages
         return [*map(self.storage, keys, forms)]
 
     def _require_size(self, key: str, form: StorageForm, size: int) -> None:

@@ -126,7 +126,7 @@ class TensorPattern:
         self.names = list[str | None]()
         self.keys = list[bytes]()
         self.tensors = list[TensorRef]()
-        self.found = 0  # how many of these have their storages
+        self.resolved = 0  # how many of these have their storages
 
     def _begin_again(self) -> None:
         self.known: dict[tuple[bytes | int, ...], _Form | None] = {}
@@ -196,8 +196,8 @@ class TensorPattern:
 
     def find(self) -> None:
         """Find the storages of all tensors that were pushed."""
-        first, self.found = self.found, len(self.keys)
-        for begin in range(first, self.found, TOGETHER):
+        first, self.resolved = self.resolved, len(self.keys)
+        for begin in range(first, self.resolved, TOGETHER):
             some = slice(begin, begin + TOGETHER)
             keys = b" ".join(self.keys[some]).decode().split(" ")
             storages = self.find_storages(keys, [form.storage for form in self.forms[some]])
@@ -220,7 +220,7 @@ class TensorPattern:
         for place in self.places:
             if machine.memo[place] is None:
                 self.recall(machine, place)
-        self.places, self.found = array("Q"), 0
+        self.places, self.resolved = array("Q"), 0
         self.forms, self.names, self.keys, self.tensors = [], [], [], []
 
     def _at(self, machine: Machine, position: int) -> _Form | None:

@@ -88,14 +88,13 @@ def read_torch_pickle(
     reducers = {name: after(reducer) for name, reducer in reducers.items()}
     shortcuts = {REBUILD_V2: pattern}
     try:
-        found = read_pickle(
-            data, persistent_load=after(identities.find), reducers=reducers, shortcuts=shortcuts
-        )
+        load = after(identities.find)
+        pickle = read_pickle(data, persistent_load=load, reducers=reducers, shortcuts=shortcuts)
     except PickleFault:
         pattern.find()  # what is wrong with one of them was so before the fault that ended the reading
         raise
     pattern.find()
-    return found
+    return pickle
 
 
 def _remark(remarks: list[Remark], name: str, message: str) -> None:
@@ -114,7 +113,7 @@ class _Identities:
         self.storage = storage
         self.parts = parts
         self.remarks = remarks
-        self.whole: dict[str, AnyStorage] = {}
+        self.storages: dict[str, AnyStorage] = {}
         self.views: dict[str, StorageView] = {}
         self.empty: dict[tuple[str, DType], Storage] = {}
 
@@ -128,7 +127,7 @@ class _Identities:
         if key in self.views:
             raise PickleFault(f"its pickle uses the key '{key[:80]}' for a storage and for a view of one")
         storage = self.of_class(key, form)
-        self.whole.setdefault(key, storage)
+        self.storages.setdefault(key, storage)
         return storage if view is None else self.view(storage, form, *view)
 
     def of_class(self, key: str, form: StorageForm) -> AnyStorage:
@@ -142,10 +141,11 @@ class _Identities:
         empty = Storage(storage.data, form.kind, form.location, storage.crc32, storage.byteorder)
         return self.empty.setdefault((key, dtype), empty)
 
-    def view(self, of: AnyStorage, form: StorageForm, key: str, offset: int, numel: int) -> AnyStorage:
-        made = StorageView(of.storage if isinstance(of, StorageView) else of, offset, numel, form.kind)
-        known = self.whole.get(key) or self.views.setdefault(key, made)
-        if known != made:
+    def view(self, base: AnyStorage, form: StorageForm, key: str, offset: int, numel: int) -> AnyStorage:
+        storage = base.storage if isinstance(base, StorageView) else base
+        described = StorageView(storage, offset, numel, form.kind)
+        known = self.storages.get(key) or self.views.setdefault(key, described)
+        if known != described:
             what = "is described twice, differently: torch takes the first"
             _remark(self.remarks, f"storage view '{key[:80]}'", what)
         return known

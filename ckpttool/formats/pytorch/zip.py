@@ -111,9 +111,9 @@ def _read_torchscript(archive: Archive) -> Checkpoint:
     if not state:
         frozen = "weights have no names: it was frozen, which makes them constants of the code"
         raise _not_plain(archive, frozen)
-    whole = Checkpoint(archive.source, TORCHSCRIPT, pickle.value, pickle.protocol, names=pickle.names)
-    unread = ("code", *(name for name, _ in whole.tensors() if name not in state))
-    return replace(whole, tree=state, unread=unread)
+    script = Checkpoint(archive.source, TORCHSCRIPT, pickle.value, pickle.protocol, names=pickle.names)
+    unread = ("code", *(name for name, _ in script.tensors() if name not in state))
+    return replace(script, tree=state, unread=unread)
 
 
 def _not_plain(archive: Archive, what: str) -> Unsupported:

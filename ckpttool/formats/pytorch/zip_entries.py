@@ -160,19 +160,22 @@ def _one_by_one(place: ByteRange, raw: bytes, end: int, count: int) -> tuple[Ent
 
 def widened(place: ByteRange, name: str, extra: bytes, *narrow: int) -> list[int]:
     """Replace the numbers that are too narrow by those of the ZIP64 extra field: size, packed, offset."""
-    position = 0
-    while position + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, position)
-        if position + 4 + length > len(extra):
-            break
-        if kind == ZIP64_EXTRA:
-            numbers = extra[position + 4 : position + 4 + length // 8 * 8]
-            wide = [number for (number,) in struct.iter_unpack("<Q", numbers)]
-            if len(wide) < narrow.count(FULL32):
-                break
-            return [wide.pop(0) if number == FULL32 else number for number in narrow]
-        position += 4 + length
+    numbers = next((data for kind, data in extra_fields(extra) if kind == ZIP64_EXTRA), b"")
+    wide = [number for (number,) in struct.iter_unpack("<Q", numbers[: len(numbers) // 8 * 8])]
+    if len(wide) >= narrow.count(FULL32):
+        return [wide.pop(0) if number == FULL32 else number for number in narrow]
     raise Damaged(place.path, f"its record '{name[:80]}' lacks its ZIP64 sizes")
+
+
+def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the kind and the data of each extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if at + 4 + length > len(extra):
+            return
+        yield kind, extra[at + 4 : at + 4 + length]
+        at += 4 + length
 
 
 def _require_file(place: ByteRange, name: str, attributes: int, size: int) -> None:

@@ -208,8 +208,8 @@ class SavePlan:
     def _flat(self) -> tuple[Tensors, dict[str, str]]:
         """The tensors that a format of tensors gets values of, and the text of the rest if all is kept."""
         if self.state is None:
-            whole = self.checkpoint
-            flat = full_json.encode_entry(whole.path, whole.tree, whole.protocol)
+            read = self.checkpoint
+            flat = full_json.encode_entry(read.path, read.tree, read.protocol)
             return flat.tensors, {full_json.ENTRY: flat.text}
         return {name: ref for name, ref in self.state.tensors.items() if name not in self.ties}, {}
 
