@@ -95,7 +95,7 @@ def merge(
     shard_size: int | None = None,
     force: bool = False,
 ) -> Saved:
-    """Write what many ranks wrote as one checkpoint, whose tensors are whole.
+    """Merge the files of many ranks into one checkpoint with whole tensors.
 
     A format that holds the optimizer gets it keyed by the names of parameters, where they are certain.
 

@@ -42,12 +42,8 @@ WRITTEN = {safetensors.NAME: safetensors.NAME}
 WRITTEN |= dict.fromkeys((torch_zip.NAME, legacy.NAME, tar.NAME), torch_zip.NAME)
 
 # What a file is
-TRAINING, WEIGHTS, DELTA, NONE = (
-    "a training's",
-    "holds no optimizer's state",
-    "is a delta",
-    "is no checkpoint",
-)
+TRAINING, WEIGHTS, DELTA = "a training's", "holds no optimizer's state", "is a delta"
+NONE = "is no checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

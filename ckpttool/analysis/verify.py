@@ -76,7 +76,7 @@ def verify(
     no_code: bool = False,
     progress: Progress | None = None,
 ) -> Verified:
-    """Read a file whole. Its structure was checked against the format's rules when it was opened.
+    """Read and check every byte of a file, whose structure was checked when it was opened.
 
     Args:
         file: a path, or an open checkpoint as it was read.

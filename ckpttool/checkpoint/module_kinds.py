@@ -30,10 +30,7 @@ def with_kinds(metadata: Mapping[str, str], kinds: Mapping[str, object]) -> dict
 
 
 def moved_kinds(
-    metadata: Mapping[str, str],
-    keys: Iterable[str],
-    kept: Iterable[str],
-    module: Callable[[str], str] = str,
+    metadata: Mapping[str, str], keys: Iterable[str], kept: Iterable[str], module: Callable[[str], str] = str
 ) -> Mapping[str, str]:
     """Return the texts of a header with layers under their new paths in the record of kinds.
 

@@ -63,7 +63,8 @@ class _Copy:
             self.then(reduce(lambda crc, each: combined(crc, *each[1:]), sorted(self.sums), 0))
 
 
-Place = tuple[str, int]  # where bytes lie: what sorts them so, ("", 0) for those of this machine
+Place = tuple[str, int]  # where bytes lie: what sorts them so
+HERE: Place = ("", 0)  # of those of this machine
 
 
 class _Stretch(NamedTuple):
@@ -179,11 +180,6 @@ class Output:
         if len(self._planned) >= PLANNED and (near is None or near.source.is_local):
             self.settle()
 
-    @property
-    def _is_from_here(self) -> bool:
-        """Whether all that was appended comes from this machine."""
-        return all(copy.near is None or copy.near.source.is_local for copy in self._planned)
-
     def _stretches(self) -> list[_Stretch]:
         """Return what was planned: what is elsewhere in the order in which it lies, all else as it came."""
         planned, self._planned = self._planned, []
@@ -191,7 +187,7 @@ class Output:
         for copy in planned:
             data, near, start = copy.data, copy.near, 0
             if near is None or near.source.is_local:
-                stretches.append(_Stretch(("", 0), copy, 0, copy.nbytes))
+                stretches.append(_Stretch(HERE, copy, 0, copy.nbytes))
             elif isinstance(data, Computed) and (parts := data.stretches()):
                 for nbytes, place in parts:
                     stretches.append(_Stretch((place.source.place, place.offset), copy, start, nbytes))
@@ -305,7 +301,6 @@ def settle_together(outputs: Sequence[Output]) -> None:
     for output in outputs:  # first: a file that has its length can share its last block
         output._write_gathered()
     buffers = Buffers()
-    is_from_here = all(output._is_from_here for output in outputs)
     planned = [[(output, stretch) for stretch in output._stretches()] for output in outputs]
 
     def blocks(stretches: Iterable[tuple[Output, _Stretch]]) -> Iterator[Callable[[], _Block]]:
@@ -314,7 +309,7 @@ def settle_together(outputs: Sequence[Output]) -> None:
 
     # What comes from elsewhere is read in the order in which it lies: there the link is what is slow.
     by_turns: Iterable[Callable[[], _Block] | None]
-    if is_from_here:
+    if all(stretch.place == HERE for stretches in planned for _, stretch in stretches):
         by_turns = chain.from_iterable(zip_longest(*map(blocks, planned)))
     else:
         by_turns = blocks(merge(*planned, key=lambda each: each[1].place))

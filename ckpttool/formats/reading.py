@@ -61,7 +61,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint and read what is in it, but for the values of tensors.
+    """Open a checkpoint and read all of it but the values of tensors.
 
     Nothing that the file names is imported or run, and torch is not needed.
 
@@ -140,7 +140,7 @@ def open_ranks(
     take_rank: int | None = None,
     take_step: int | None = None,
 ) -> Checkpoint:
-    """Open what many ranks wrote as one checkpoint, whose tensors are whole.
+    """Open the files of many ranks as one checkpoint with whole tensors.
 
     Args:
         paths: the folder, as for `open`; or the files of all ranks, in any order and whatever their names.

@@ -10,25 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .machine import SET, Machine, Stop, fault, is_importable, malformed
-from .operands import (
-    Operation,
-    constant,
-    escaped_text,
-    grouped,
-    index,
-    indexed,
-    integer_or_bool,
-    line,
-    number,
-    popping,
-    pushed,
-    quoted_string,
-    real,
-    signed,
-    sized,
-    string,
-    text,
-)
+from .operands import PUSHING, Operation, grouped, index, indexed, line, popping, text
 from .values import Global, Set_
 
 MAX_NAME = 1000  # characters in the name of a class or function: messages and lists repeat it
@@ -142,35 +124,8 @@ OPCODES: dict[bytes, Operation] = {
     b"\x80": proto,
     b"\x95": indexed("<Q", lambda m, size: None),  # of a frame
     b".": stop,
-    # Constants and numbers.
-    b"N": constant(lambda: None),
-    b"\x88": constant(lambda: True),
-    b"\x89": constant(lambda: False),
-    b")": constant(tuple),
-    b"]": constant(list),
-    b"}": constant(dict),
+    **PUSHING,
     b"\x8f": empty_set,
-    b"J": number("<i"),
-    b"K": number("<B"),
-    b"M": number("<H"),
-    b"G": number(">d"),
-    b"\x8a": sized("<B", signed),
-    b"\x8b": sized("<I", signed),
-    b"I": line(pushed(integer_or_bool)),
-    b"L": line(pushed(integer_or_bool)),
-    b"F": line(pushed(real)),
-    # Text and bytes.
-    b"\x8c": sized("<B", text),
-    b"X": sized("<I", text),
-    b"\x8d": sized("<Q", text),
-    b"V": line(pushed(escaped_text)),
-    b"U": sized("<B", string),
-    b"T": sized("<I", string),
-    b"S": line(pushed(quoted_string)),
-    b"C": sized("<B", bytes),
-    b"B": sized("<I", bytes),
-    b"\x8e": sized("<Q", bytes),
-    b"\x96": sized("<Q", bytearray),
     # Stack and memo.
     b"(": mark,
     b"0": pop,

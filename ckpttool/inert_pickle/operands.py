@@ -1,4 +1,4 @@
-"""What follows an opcode in a pickle: how text and numbers are encoded, and operations by their operands."""
+"""What follows an opcode in a pickle: how text and numbers are encoded, and the opcodes that push them."""
 
 from __future__ import annotations
 
@@ -178,3 +178,36 @@ def popping(count: int, act: Callable[..., object]) -> Operation:
         return position
 
     return operation
+
+
+PUSHING: dict[bytes, Operation] = {
+    # Constants and numbers.
+    b"N": constant(lambda: None),
+    b"\x88": constant(lambda: True),
+    b"\x89": constant(lambda: False),
+    b")": constant(tuple),
+    b"]": constant(list),
+    b"}": constant(dict),
+    b"J": number("<i"),
+    b"K": number("<B"),
+    b"M": number("<H"),
+    b"G": number(">d"),
+    b"\x8a": sized("<B", signed),
+    b"\x8b": sized("<I", signed),
+    b"I": line(pushed(integer_or_bool)),
+    b"L": line(pushed(integer_or_bool)),
+    b"F": line(pushed(real)),
+    # Text and bytes.
+    b"\x8c": sized("<B", text),
+    b"X": sized("<I", text),
+    b"\x8d": sized("<Q", text),
+    b"V": line(pushed(escaped_text)),
+    b"U": sized("<B", string),
+    b"T": sized("<I", string),
+    b"S": line(pushed(quoted_string)),
+    b"C": sized("<B", bytes),
+    b"B": sized("<I", bytes),
+    b"\x8e": sized("<Q", bytes),
+    b"\x96": sized("<Q", bytearray),
+}
+"""Opcodes that push a value which is in the pickle, or a new container."""

@@ -26,7 +26,7 @@ class Count(Metric[int]):
 
 
 class SampleFraction(Metric[float]):
-    """The base of fractions of samples: how many, and of how many; NaN of no samples."""
+    """The base of fractions of samples: how many, and of how many; NaN without samples."""
 
     higher_is_better = True
 
@@ -38,7 +38,7 @@ class SampleFraction(Metric[float]):
 
 
 class Accuracy(SampleFraction):
-    """The fraction of samples whose class was predicted correctly; NaN of no samples."""
+    """The fraction of samples whose class was predicted correctly; NaN without samples."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Mean(Metric[float]):
-    """The base of means over numbers, each divided and rounded once; NaN of none."""
+    """The base of means over numbers, each divided and rounded once; NaN without any."""
 
     def __init__(self) -> None:
         super().__init__(counts=1, sums=1)
@@ -25,7 +25,7 @@ class Mean(Metric[float]):
 
 
 class Loss(Mean):
-    """The mean loss over samples, rounded once; NaN of no samples."""
+    """The mean loss over samples, rounded once; NaN without samples."""
 
     higher_is_better = False
 
@@ -37,7 +37,7 @@ class Loss(Mean):
 
 
 class Perplexity(Mean):
-    """e to the mean loss over tokens, whose exact sum is divided and rounded once; NaN of no tokens."""
+    """e to the mean loss over tokens, whose exact sum is divided and rounded once; NaN without tokens."""
 
     higher_is_better = False
 
@@ -60,7 +60,7 @@ class Perplexity(Mean):
 
 
 class MeanSquaredError(Mean):
-    """The mean of (prediction - target)² over all numbers; NaN of none.
+    """The mean of (prediction - target)² over all numbers; NaN without any.
 
     Each difference is rounded once to float64; squares and their sum are exact.
     """
@@ -75,7 +75,7 @@ class MeanSquaredError(Mean):
 
 
 class MeanAbsoluteError(Mean):
-    """The mean of |prediction - target| over all numbers; NaN of none.
+    """The mean of |prediction - target| over all numbers; NaN without any.
 
     Each difference is rounded once to float64; their sum is exact.
     """
@@ -149,7 +149,7 @@ def _errors(predicted: NDArray[Any], wanted: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and variance (divided by the count) of numbers; NaN of no numbers."""
+    """Count, mean and variance (divided by the count) of numbers; NaN without numbers."""
 
     count: int
     mean: float
@@ -239,7 +239,7 @@ class CalibrationError(Metric[float]):
     """The expected calibration error of Guo et al., "On Calibration of Modern Neural Networks" (2017).
 
     |accuracy - mean confidence| in bins of equal width, which include their upper edge, weighted by samples.
-    NaN of no samples. Raises ValueError without a bin.
+    NaN without samples. Raises ValueError without a bin.
     """
 
     higher_is_better = False

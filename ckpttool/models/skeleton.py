@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def skeletons() -> Iterator[None]:
-    """Keep the parameters of modules that are built within this context on the meta device, without values.
+    """Build modules on the meta device within this context: parameters get no values.
 
     `ckpttool.reload(path, model, assign=True)` then fills such a model from the file. Buffers are real: what
     a constructor computes (positions, masks) need not be in any file. A parameter takes memory for the moment

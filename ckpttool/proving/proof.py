@@ -94,7 +94,7 @@ def prove(
     announce: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Proved:
-    """Check the record of a training run, its checkpoints, and the bits of a part that is trained again.
+    """Check a training run: its record, its checkpoints, and a part trained again, bit for bit.
 
     Args:
         run: the folder of a run that was trained with `--prove-every`.

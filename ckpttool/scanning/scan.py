@@ -83,7 +83,7 @@ def _remote(url: str, level: int) -> Iterator[Named]:
 
 
 def scan(path: str | os.PathLike[str], *, allow: Collection[str] = ()) -> list[Scanned]:
-    """Return what could run in a file, or in each file of a folder, when it is unpickled.
+    """Return what could run when a file, or any file in a folder, is unpickled.
 
     Nothing that a file names is imported or called. Pickles are found in whatever containers Python's loaders
     open, by content and not by name: zips, tars, compressed streams, arrays of NumPy, files of joblib.

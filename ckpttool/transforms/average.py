@@ -70,7 +70,7 @@ def average(
     density: float | None = None,
     seed: int | None = None,
 ) -> tuple[Checkpoint, Averaged]:
-    """Return a checkpoint of the model's state alone, whose values are means, computed when they are written.
+    """Return the mean of several model states as a checkpoint; values are computed as they are written.
 
     Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean` states
     what that guarantees. Integers and booleans, such as BatchNorm's counters, are never averaged, nor is what

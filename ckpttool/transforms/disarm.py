@@ -49,7 +49,7 @@ class Disarmed:
 
 @takes_checkpoint
 def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, Disarmed]:
-    """Return a checkpoint of tensors and plain values alone, which `torch.load(weights_only=True)` takes.
+    """Return a checkpoint of only tensors and plain values, which `torch.load(weights_only=True)` accepts.
 
     An object with attributes becomes a dict, a dict or list of another class a plain one, a pickled model its
     state dict, a NumPy scalar a number, an array a tensor (a list where torch lacks the type); a path, date,
@@ -325,9 +325,8 @@ class _Disarmer:
 
 def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
-    return not attributes or any(
-        isinstance(part, TensorRef) or array_of(part) is not None for part in values.walk(value)
-    )
+    held = (isinstance(part, TensorRef) or array_of(part) is not None for part in values.walk(value))
+    return not attributes or any(held)
 
 
 def _apart(key: object, taken: set[Any]) -> object:

@@ -129,7 +129,7 @@ def _map_tensors(container: dict[Any, Any], change: Callable[[TensorRef], Tensor
 def with_metadata(
     checkpoint: Checkpoint, texts: Mapping[str, str], *, state: str | None = None
 ) -> Checkpoint:
-    """Return a checkpoint with these texts in its safetensors header, with those that it has.
+    """Return a checkpoint with these texts added to its safetensors header.
 
     Args:
         checkpoint: the checkpoint; it stays as it is.

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool import metrics
 from ckpttool.errors import CheckFailed
-from ckpttool.metrics.measures import measures
+from ckpttool.metrics.base import measures
 from tests.support.running import ROOT, error_of
 
 SAMPLES = 301

@@ -90,12 +90,7 @@ def extract_lora(job: Job, tuned: str, rank: int, others: str | None) -> None:
                 base, other, rank, others=others, state=job.state, verify=job.verify, **bar.calls
             )
         saved = save_adapter(
-            adapter,
-            extracted.config,
-            job.output,
-            verify=job.verify,
-            force=job.force,
-            dry_run=job.dry_run,
+            adapter, extracted.config, job.output, verify=job.verify, force=job.force, dry_run=job.dry_run
         )
     if console.verbose:
         console.note("\n".join(_errors(extracted)))

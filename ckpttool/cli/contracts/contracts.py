@@ -8,10 +8,7 @@ from typing import Any, Literal
 from . import answers
 from .schemas import NAMES, Fields, document, fields_like
 
-WRITTEN: Fields = {
-    "seconds": (float, "how long it took"),
-    "dry_run?": (Literal[True], "nothing was written"),
-}
+WRITTEN: Fields = {"seconds": (float, "how long it took"), "dry_run?": (Literal[True], "nothing was written")}
 BESIDE: Fields = {
     "companions?": (NAMES, "files that were copied along"),
     "not_copied?": (NAMES, "other files of the input's folder, which stay behind"),

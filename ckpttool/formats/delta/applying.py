@@ -28,7 +28,7 @@ def apply(
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> Checkpoint:
-    """Return what deltas make of a base, checked: save it, or read it, while it is open.
+    """Return a base with deltas applied to it, checked: save it, or read it, while it is open.
 
     `ckpttool.open("BASE+DELTA")` is the same without the digests: there the checksums of what is read are
     compared when it is read.

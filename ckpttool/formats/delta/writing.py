@@ -78,7 +78,7 @@ def delta(
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> Delta:
-    """Write what changed from one checkpoint to another, so that `apply` makes the newer of the older.
+    """Write the difference between two checkpoints, from which `apply` rebuilds the newer one.
 
     It is lossless to the last bit: values of every type, names, order, ties, shapes, and everything else
     that `--full` keeps. Each tensor takes the smallest of: nothing, if it is the base's; the places and

@@ -93,7 +93,7 @@ def extract_lora(
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> tuple[Checkpoint, Extracted]:
-    """Return a LoRA adapter that makes the tuned model of its base, as nearly as factors of a rank can.
+    """Return the LoRA adapter of a rank that comes closest to turning the base into the tuned model.
 
     Factors are computed in float64, one layer at a time, and kept as float32 in a temporary file. Errors are
     those of the stored factors. Both models must stay open until the adapter is saved.

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from ckpttool import metrics
 from ckpttool.errors import CheckFailed, UsageFault
-from ckpttool.metrics.measures import measures
+from ckpttool.metrics.base import measures
 from tests.ranks import trainings
 from tests.support.run_log import epochs_of
 from train import evaluate, main
