@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
     from ..formats import Saved
     from ..formats.saving.destination import Destination
-    from ..tensors.cast import CastReport
+    from ..tensors.losses import CastReport
     from ..transforms.renaming import Renaming
+
+
+# What a report of casting counts, in words
+LOSSES = {
+    "overflows": ("finite value", "infinite"),
+    "underflows": ("nonzero value", "0"),
+    "nans": ("finite value", "NaN"),
+}
 
 
 class Target(NamedTuple):
@@ -240,9 +248,10 @@ def _report(
         **outcome.fields,
     }
     if not dry and outcome.casting is not None:
-        data["overflows"] = overflows = outcome.casting.overflows
-        if overflows:
-            console.note(f"{counted(overflows, 'finite value')} became infinite")
+        for name, (value, became) in LOSSES.items():
+            data[name] = count = getattr(outcome.casting, name)
+            if count:
+                console.note(f"{counted(count, value)} became {became}")
     for note in _warnings(console, saved, versions):
         console.note(note)
     companions.copy(console, outcome.settings, dry=dry)

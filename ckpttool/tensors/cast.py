@@ -2,7 +2,7 @@
 
 Rounding is to nearest, ties to even. Types narrower than float32 are reached through float32, also from
 float64, because torch does so (c10/util/Half.h, BFloat16.h): a double is rounded twice. NaN stays NaN, though
-not every bit of it. Finite values that become infinite are counted.
+not every bit of it. Finite values that become infinite are counted, and so are those that become 0.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from threading import Lock
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageFault
 from .dtypes import DTYPES, OF_ML_DTYPES, DType, numpy_type
+from .losses import CastReport, Loss
 from .ref import Computed, Storage, TensorRef
 from .source import Stretch
 from .values import CHUNK, stream
@@ -37,48 +37,10 @@ FLOATS = {"float64", "float32", "float16", *OF_ML_DTYPES}
 # The bits of the positive infinity: those of finite magnitudes are less.
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0 << 48}
 
+# The smallest positive numbers: what becomes 0 is smaller.
+LEAST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149, "float64": 2.0**-1074}
+
 FEW = 1 << 15  # elements that are rounded together, so that what is between stays in the processor's cache
-
-CELL = 1 << 20  # elements of a storage whose overflows are marked together, a bit for each
-
-
-@dataclass(slots=True)
-class CastReport:
-    """What casting did, complete once the bytes were written."""
-
-    tensors: int = 0
-    _marks: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
-
-    @property
-    def overflows(self) -> int:
-        """Finite values that became infinite: each element of a storage once, in however many tensors."""
-        import numpy as np
-
-        return sum(int(np.unpackbits(bits).sum()) for bits in self._marks.values())
-
-    def note(self, storage: int, places: NDArray[np.int64]) -> None:
-        """Record that elements of a storage overflowed. Several threads may call this at once."""
-        import numpy as np
-
-        cells = places // CELL
-        with self._lock:
-            for cell in np.flatnonzero(np.bincount(cells)).tolist():
-                bits = self._marks.get((storage, cell))
-                marks = np.zeros(CELL, np.uint8) if bits is None else np.unpackbits(bits)
-                marks[places[cells == cell] % CELL] = 1
-                self._marks[storage, cell] = np.packbits(marks)
-
-
-@dataclass(slots=True)
-class Overflows(CastReport):
-    """Several reports as one: known once the output is written."""
-
-    reports: list[CastReport] = field(default_factory=list)
-
-    @property
-    def overflows(self) -> int:
-        return sum(report.overflows for report in self.reports)
 
 
 def target(name: str) -> DType:
@@ -130,18 +92,18 @@ class Caster:
         return Storage(data, self.to.kind, old.location, byteorder=old.byteorder, origins=(old,))
 
     def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
-        """Yield the converted elements, each array valid until the next; overflows are noted on the way."""
+        """Yield the converted elements, each array valid until the next; losses are noted on the way."""
         done = 0
         with self._conversion(tensor.dtype) as conversion:
             for raw in stream(tensor, buffer=conversion.buffer):
-                values, overflows = conversion.convert(raw)
-                if overflows is not None:
-                    self.report.note(storage, _places(tensor, overflows + done))
+                values, lost = conversion.convert(raw)
+                for loss, elements in lost.items():
+                    self.report.note(loss, storage, _places(tensor, elements + done))
                 done += len(values)
                 yield values
 
-    def without_overflow(self, values: NDArray[Any]) -> NDArray[Any] | None:
-        """Return float32 values in the wanted type; None where one overflows.
+    def without_loss(self, values: NDArray[Any]) -> NDArray[Any] | None:
+        """Return float32 values in the wanted type; None where one becomes infinite or 0.
 
         For values that become elements of the result, in whatever number: nothing is counted.
         """
@@ -150,8 +112,8 @@ class Caster:
         raw, made = _bytes(values.reshape(-1)), np.empty(values.shape, carrier(self.to))
         with self._conversion(DTYPES["float32"]) as conversion:
             for start in range(0, len(raw), CHUNK):
-                part, overflows = conversion.convert(raw[start : start + CHUNK])
-                if overflows is not None:
+                part, lost = conversion.convert(raw[start : start + CHUNK])
+                if lost:
                     return None
                 made.reshape(-1)[start // 4 :][: len(part)] = part
         return made
@@ -192,11 +154,13 @@ class Conversion:
         self._to = to
         self._carrier, self._read = carrier(source), reader(source)
         self._out = np.empty(CHUNK // source.itemsize, carrier(to))
+        numbers = self._read(np.zeros(1, self._carrier)).dtype
+        self._least = int(np.array(LEAST[to.name], numbers).view(f"u{numbers.itemsize}"))
         self._few = np.zeros(16, "<u2")
         self._work = np.empty((3, FEW if to.name == "float16" else 0), "<u4")
 
-    def convert(self, raw: memoryview) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
-        """Convert elements."""
+    def convert(self, raw: memoryview) -> tuple[NDArray[Any], dict[Loss, NDArray[np.int64]]]:
+        """Convert elements. Return them, and the places of those that became infinite or 0."""
         import numpy as np
 
         with np.errstate(all="ignore"):
@@ -212,21 +176,20 @@ class Conversion:
                     _to_halves(through[part], out[part].view("<u2"), self._work)
             else:
                 np.copyto(out.view(numpy_type(self._to)), through, casting="unsafe")
-            infinite = self._infinite(out)
-            if infinite is None:
-                return out, None
-            overflows = np.flatnonzero(infinite & np.isfinite(values))
-        return out, overflows if len(overflows) else None
+            return out, {loss: found for loss, found in self._lost(values, out) if len(found)}
 
-    def _infinite(self, out: NDArray[Any]) -> NDArray[np.bool_] | None:
-        """Return where the bits of a result are those of an infinity or NaN; None where they are nowhere."""
+    def _lost(self, values: NDArray[Any], out: NDArray[Any]) -> Iterator[tuple[Loss, NDArray[np.int64]]]:
+        import numpy as np
+
         name, width = self._to.name, out.itemsize
-        if name == "float64" or _all_finite(name, out):  # float64 holds all that the others do
-            return None
+        if name == "float64":  # it holds all that the others do
+            return
         unsigned = out.view(f"<u{width}")
-        magnitude = unsigned & unsigned.dtype.type((1 << 8 * width - 1) - 1)
-        infinite: NDArray[np.bool_] = magnitude >= INFINITY[name]
-        return infinite
+        largest = unsigned.dtype.type((1 << 8 * width - 1) - 1)  # all bits but the sign
+        if not _all_finite(name, out):
+            yield "infinite", np.flatnonzero((unsigned & largest >= INFINITY[name]) & np.isfinite(values))
+        if self._least > 1 and _has_zero(out) and _has_less(values, self._least):
+            yield "zero", np.flatnonzero((unsigned & largest == 0) & (values != 0))
 
 
 def _to_halves(values: NDArray[Any], out: NDArray[Any], work: NDArray[Any]) -> None:
@@ -263,6 +226,20 @@ def _all_finite(name: str, values: NDArray[Any]) -> bool:
     infinity, width = INFINITY[name], values.itemsize
     unsigned, signed = values.view(f"<u{width}"), values.view(f"<i{width}")
     return bool(unsigned.max() < 1 << 8 * width - 1 | infinity and signed.max() < infinity)
+
+
+def _has_zero(values: NDArray[Any]) -> bool:
+    """Return whether bits of an array are those of 0 or -0."""
+    width = values.itemsize
+    unsigned, signed = values.view(f"<u{width}"), values.view(f"<i{width}")
+    return bool(len(values)) and bool(unsigned.min() == 0 or signed.min() == -1 << 8 * width - 1)
+
+
+def _has_less(values: NDArray[Any], least: int) -> bool:
+    """Return whether a magnitude that is not 0 has smaller bits than these."""
+    magnitudes = values.view(f"u{values.itemsize}") << 1  # without the sign
+    magnitudes -= 1  # 0 becomes the largest
+    return bool(len(values)) and bool(magnitudes.min() < (least << 1) - 1)
 
 
 def carrier(dtype: DType) -> Any:

@@ -19,8 +19,8 @@ from ..errors import Refused, UsageFault
 from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
-from ..tensors.cast import CastReport
 from ..tensors.dtypes import PLAIN_FLOATS, real_dtype
+from ..tensors.losses import CastReport
 from ..tensors.ref import Storage, TensorRef
 from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded, same_values
 from .keys import stripping
@@ -45,7 +45,7 @@ class Averaged:
         statistics: names of BatchNorm's running statistics among the means. An averaged model has others of
             its own, which only data can give.
         parallel: names of the tensors between which SLERP was linear, complete once the result is saved.
-        casting: how many finite numbers became infinite, likewise; a mean has none.
+        casting: which numbers became infinite or NaN, likewise; a mean has none.
     """
 
     method: str

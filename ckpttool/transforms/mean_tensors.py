@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 
-from ..tensors.cast import CastReport
 from ..tensors.dtypes import DType
+from ..tensors.losses import CastReport
 from ..tensors.ref import Computed, TensorRef
 from ..tensors.source import ByteRange
 from ..tensors.values import in_pieces

@@ -21,8 +21,9 @@ from ..checkpoint.special_tensors import PLACEHOLDER, require_plain
 from ..checkpoint.state import State
 from ..errors import NothingToDo, UsageFault
 from ..inert_pickle.values import remade, walk
-from ..tensors.cast import Caster, CastReport
+from ..tensors.cast import Caster
 from ..tensors.dtypes import DType
+from ..tensors.losses import CastReport
 from ..tensors.ref import Storage, TensorRef
 from ..words import first_key
 
@@ -99,7 +100,7 @@ def _wider(flag: str, pattern: str, keys: list[str]) -> str:
 def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:
     """Return a checkpoint with the floating-point tensors of its state in another type; others stay.
 
-    Values are computed when they are written: only then does the report count overflows. Raises Refused where
+    Values are computed when they are written: only then does the report count losses. Raises Refused where
     a tensor is packed.
     """
     from .quantization.recognise import require_unpacked  # many modules, which a cast alone needs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -21,8 +22,9 @@ import ckpttool
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import NothingToDo, UsageFault
 from ckpttool.tensors import values as tensor_values
-from ckpttool.tensors.cast import CELL, CHUNK, CastReport, Conversion, count_non_finite, target
+from ckpttool.tensors.cast import CHUNK, Conversion, count_non_finite, target
 from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.tensors.losses import CELL, FEW, CastReport
 from ckpttool.transforms import selection
 from tests.support.comparing import values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, torch_zip, tuple_of
@@ -50,17 +52,18 @@ def bits(of: torch.Tensor) -> torch.Tensor:
 def assert_cast_as_torch_casts(raw: bytes, source: str, to: str) -> None:
     before = torch.frombuffer(bytearray(raw), dtype=of(source))
     wanted = before.to(of(to))
-    conversion, mine, overflows = Conversion(DTYPES[source], DTYPES[to]), bytearray(), 0
+    conversion, mine, lost = Conversion(DTYPES[source], DTYPES[to]), bytearray(), Counter[str]()
     for start in range(0, len(raw), CHUNK):
         values, found = conversion.convert(memoryview(raw)[start : start + CHUNK])
         mine += values.tobytes()
-        overflows += 0 if found is None else len(found)
+        lost.update({loss: len(places) for loss, places in found.items()})
     after = torch.frombuffer(mine, dtype=of(to))
     numbers = ~wanted.isnan()
     assert torch.equal(after.isnan(), wanted.isnan())
     assert torch.equal(bits(after)[numbers], bits(wanted)[numbers])
     finite = before.to(torch.float64).isfinite()
-    assert overflows == int((wanted.isinf() & finite).sum())
+    assert lost["infinite"] == int((wanted.isinf() & finite).sum())
+    assert lost["zero"] == int(((wanted == 0) & (before.to(torch.float64) != 0)).sum())
 
 
 def edges(itemsize: int) -> bytes:
@@ -243,33 +246,36 @@ def test_a_tensor_of_many_pieces_is_cast_whole(ending: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("verify", [False, True])
 @ENDINGS
-def test_overflows_are_counted_once(ending: str, verify: bool, tmp_path: Path, monkeypatch: Any) -> None:
+def test_losses_are_counted_once(ending: str, verify: bool, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "CHUNK", 16)
     monkeypatch.setattr(tensor_values, "CHUNK", 16)
-    big = torch.tensor([1e5, 1.0, -1e5, float("inf"), float("nan"), 65519.0, 65520.0, 3.0])
+    big = torch.tensor([1e5, 1e-9, -1e5, float("inf"), float("nan"), 65519.0, 65520.0, -0.0])
     torch.save({"a": big, "row": big[:4], "turned": big.view(2, 4).t(), "b": big.clone()}, tmp_path / "in.pt")
     new, report = cast_file(tmp_path / "in.pt", "fp16")
     ckpttool.save(new, tmp_path / f"out{ending}", verify=verify)
-    assert (report.tensors, report.overflows) == (4, 6)
+    assert (report.tensors, report.overflows, report.underflows, report.nans) == (4, 6, 2, 0)
 
 
 def test_an_element_is_counted_once_however_often_it_is_cast() -> None:
     report = CastReport()
     for key, places in (0, [0, 7]), (0, [7, 9]), (1, [7]), (0, [9, CELL - 1, CELL, 5 * CELL + 7]):
-        report.note(key, np.array(places))
+        report.note("infinite", key, np.array(places))
     assert report.overflows == 7
+    for at in range(0, 3 * FEW, FEW // 2):  # first as places, then as bits
+        report.note("zero", 1, np.arange(at, at + FEW))
+    assert (report.overflows, report.underflows) == (7, 7 * FEW // 2)
 
 
-def test_several_threads_lose_no_overflow() -> None:
+def test_several_threads_lose_no_loss() -> None:
     report, threads, each = CastReport(), 4, 40
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda place: report.note(0, np.array([place])), range(threads * each)))
+            list(pool.map(lambda place: report.note("nan", 0, np.array([place])), range(threads * each)))
     finally:
         sys.setswitchinterval(before)
-    assert report.overflows == threads * each
+    assert report.nans == threads * each
 
 
 def test_a_file_already_of_the_wanted_type_is_nothing_to_do(tmp_path: Path) -> None:

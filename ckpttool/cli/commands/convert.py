@@ -104,7 +104,7 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
 
 def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
     state = target.state
-    from ...tensors.cast import Overflows
+    from ...tensors.losses import CastReports
     from ...transforms import layout
     from ...transforms.selection import cast, drop, select
 
@@ -135,7 +135,7 @@ def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: 
     if (dtype := changes["dtype"]) is not None:
         checkpoint, casting = cast(checkpoint, dtype, state=state)
         outcome.casting = (
-            casting if outcome.casting is None else Overflows(reports=[outcome.casting, casting])
+            casting if outcome.casting is None else CastReports(reports=[outcome.casting, casting])
         )
         outcome.done += f", {counted(casting.tensors, 'tensor')} cast to {dtype.name}"
     return checkpoint

@@ -34,6 +34,8 @@ def rewritten(more: Fields | None = None) -> Fields:
         **BESIDE,
         "piece?": (fields_like(Piece), "of an input that is one of several files of one model"),
         "overflows?": (int, "how many finite values became infinite"),
+        "underflows?": (int, "how many values became 0 when they were cast"),
+        "nans?": (int, "how many finite values became NaN"),
         **(more or {}),
         **WRITTEN,
     }

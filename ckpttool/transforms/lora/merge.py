@@ -21,8 +21,9 @@ from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
 from ...errors import Damaged, NothingToDo, Refused, Unsupported
 from ...inert_pickle.values import remade
-from ...tensors.cast import Caster, CastReport, Overflows, reader
+from ...tensors.cast import Caster, reader
 from ...tensors.dtypes import PLAIN_FLOATS, DType
+from ...tensors.losses import CastReport, CastReports
 from ...tensors.ref import Computed, TensorRef
 from ...tensors.values import CHUNK
 from ..mean import in_float64, nearest
@@ -47,7 +48,7 @@ class Merged:
         untied: names that the base ties to a tensor which the adapter replaces: they keep the base's values
             under a name of their own, and the model must be loaded with `tie_word_embeddings` false.
         followed: names that the base ties to an updated weight, and that changed with it.
-        casting: how many finite numbers became infinite, complete once the result is saved.
+        casting: which numbers became infinite, 0 or NaN, complete once the result is saved.
     """
 
     updated: tuple[str, ...]
@@ -56,7 +57,7 @@ class Merged:
     added: tuple[str, ...]
     untied: tuple[str, ...]
     followed: tuple[str, ...]
-    casting: Overflows = field(metadata={"json": False})
+    casting: CastReports = field(metadata={"json": False})
 
 
 @takes_checkpoint
@@ -124,7 +125,7 @@ class _Merging:
             tuple(name for name in self.whole if name not in tensors),
             self.ties.untied(),
             self.ties.following(),
-            Overflows(),
+            CastReports(),
         )
 
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
@@ -298,9 +299,8 @@ def updated(path: str, weight: TensorRef, update: Update, to: DType, report: Cas
         with np.errstate(all="ignore"):
             values += update.scale * (left[begin:end] @ right)
             rounded = nearest(values.reshape(-1), to)
-        overflows = np.flatnonzero(finite & ~np.isfinite(reader(to)(rounded).reshape(finite.shape)))
-        if len(overflows):
-            report.note(0, overflows + begin * finite.shape[1])
+        made = reader(to)(rounded).reshape(finite.shape)
+        report.note_non_finite(0, finite, made, begin * finite.shape[1])
         return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:

@@ -17,7 +17,7 @@ from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, Refused
 from ...inert_pickle.values import Record, attributes_in
-from ...tensors.cast import Overflows
+from ...tensors.losses import CastReports
 from ..keys import with_copies
 from ..optimizer.owners import Owners
 from ..quantization.recognise import require_unpacked
@@ -40,14 +40,14 @@ class Mapped:
         dropped: names that were left out, as the rules say.
         tied: names that were added to a tensor, or taken away, as the rules say.
         also: dotted paths of other states that were changed too.
-        casting: how many finite numbers became infinite by `cast`, complete once the output is saved.
+        casting: which numbers became infinite or 0 by `cast`, complete once the output is saved.
     """
 
     names: Mapping[str, tuple[str, ...]] = field(metadata={"json": False})
     dropped: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    casting: Overflows = field(default_factory=Overflows, metadata={"json": False})
+    casting: CastReports = field(default_factory=CastReports, metadata={"json": False})
 
     @property
     def renaming(self) -> dict[str, str]:
@@ -102,7 +102,7 @@ def apply(
     changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
     for each in mappings:
         require_unpacked(checkpoint, each.state, names=each.made_anew)
-    casting = Overflows(reports=[report for each in mappings for report in each.reports])
+    casting = CastReports(reports=[report for each in mappings for report in each.reports])
     moved = first.moved
     texts = moved_kinds(checkpoint.metadata, first.state.keys(), moved.names, moved.modules())
     changed = replace(changed, metadata=texts)

@@ -14,7 +14,7 @@ from ...checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ...checkpoint.state import State
 from ...errors import Collision, Refused, UsageFault
 from ...inert_pickle.values import OrderedDict_, remade
-from ...tensors.cast import CastReport
+from ...tensors.losses import CastReport
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
 from ..keys import renamed_versions

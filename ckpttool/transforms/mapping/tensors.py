@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
-from ...tensors.cast import Caster, CastReport, carrier, reader, target
+from ...tensors.cast import Caster, carrier, reader, target
 from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import PLAIN_FLOATS
+from ...tensors.losses import CastReport
 from ...tensors.ref import MAX_AXES, TensorRef
 from ...tensors.values import in_row_major, made_from, require_bounded, stream, stretches
 from ..layout import strides

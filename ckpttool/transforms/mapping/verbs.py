@@ -12,7 +12,8 @@ from dataclasses import field as with_default
 from typing import Any, ClassVar
 
 from ...errors import Irreversible, UsageFault
-from ...tensors.cast import CastReport, target
+from ...tensors.cast import target
+from ...tensors.losses import CastReport
 from ...tensors.ref import TensorRef
 from . import tensors as of
 from .numbers import Number, evaluated

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from ...errors import UsageFault
-from ...tensors.cast import CastReport, reader
+from ...tensors.cast import reader
 from ...tensors.dtypes import DType
+from ...tensors.losses import CastReport
 from ...tensors.ref import Computed, TensorRef
 from ..mean import nearest
 from .aligned import Aligned, bytes_of
@@ -96,7 +97,7 @@ class Merger:
     Attributes:
         recipe: how they are merged.
         parallel: names of the tensors between which SLERP was linear, complete once the bytes are written.
-        casting: how many numbers became infinite, likewise.
+        casting: which finite numbers became infinite or NaN, likewise.
     """
 
     recipe: Recipe
@@ -144,9 +145,9 @@ class _Tensor:
             with np.errstate(all="ignore"):
                 merged = self.rule()(at, numbers)
                 rounded = nearest(merged, self.part)
-                infinite = np.isinf(reader(self.part)(rounded))
-                if infinite.any():
+                made = reader(self.part)(rounded)
+                if not np.isfinite(made).all():
                     finite = np.logical_and.reduce([np.isfinite(each) for each in numbers])
-                    self.merger.casting.note(self.number, np.flatnonzero(infinite & finite) + at)
+                    self.merger.casting.note_non_finite(self.number, finite, made, at)
             wanted = rounded[max(first - at, 0) : end - at]
             yield bytes_of(wanted, self.part, big_endian=big_endian)

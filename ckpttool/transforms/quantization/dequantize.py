@@ -8,10 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.state import State
 from ...errors import CkptToolError, Collision, NothingToDo
 from ...formats.gguf_types import PACKED_NAMES
-from ...tensors.cast import Caster, Overflows
+from ...tensors.cast import Caster
 from ...tensors.dtypes import DType
+from ...tensors.losses import CastReports
+from ...tensors.ref import TensorRef
 from ..selection import cast, replace_state
 from .recognise import Found, recognise, unknown
 from .settings import packing_beside
@@ -26,13 +29,13 @@ class Dequantized:
         dequantized: how tensors were packed, in words -> how many of them were.
         left_out: names of scales of activations and the like, which a plain model has not.
         settings: the file beside the checkpoint that says how it is packed; "" where there is none.
-        casting: how many finite numbers became infinite, complete once the result is saved.
+        casting: which numbers became infinite or 0, complete once the result is saved.
     """
 
     dequantized: Mapping[str, int]
     left_out: tuple[str, ...]
     settings: str
-    casting: Overflows = field(metadata={"json": False})
+    casting: CastReports = field(metadata={"json": False})
 
 
 @takes_checkpoint
@@ -66,12 +69,15 @@ def dequantize(
         raise _nothing(checkpoint.path, found)
     casters: dict[DType, Caster] = {}
     plain: dict[str, tuple[str, object]] = {}  # name of the part whose place it takes -> name, tensor
+    made: dict[tuple[object, ...], TensorRef] = {}
     gone = {*found.unused, *(part for group in found.groups for part in group.parts)}
     for group in found.groups:
         to = dtype or group.dtype
         if group.name in target.container and group.name not in group.parts:
             raise Collision(f"'{group.parts[0]}' would become '{group.name}', which already exists")
-        plain[group.parts[0]] = group.name, group.tensor(casters.setdefault(to, Caster(to)))
+        tensor = group.tensor(casters.setdefault(to, Caster(to)))
+        form = group.scheme, to.name, group.shape, *(_identity(target, part) for part in group.parts)
+        plain[group.parts[0]] = group.name, made.setdefault(form, tensor)  # what was tied stays tied
 
     def change(old: dict[object, object]) -> dict[object, object]:
         entries = (
@@ -87,7 +93,13 @@ def dequantize(
             reports.append(report)
     schemes = Counter(group.scheme for group in found.groups)
     schemes.update({kind: count for kind, count in checkpoint.packed.items() if kind in PACKED_NAMES})
-    return new, Dequantized(schemes, found.unused, found.settings.path, Overflows(reports=reports))
+    return new, Dequantized(schemes, found.unused, found.settings.path, CastReports(reports=reports))
+
+
+def _identity(state: State, name: str) -> object:
+    """Return a key that the parts of tied packed tensors share."""
+    tensor = state.tensors.get(name)
+    return id(state.container.get(name)) if tensor is None else tensor.view
 
 
 def _nothing(path: str, found: Found) -> CkptToolError:

@@ -79,7 +79,7 @@ class _Lookup:
             return False
         codes = self._codes.read(begin, box.shape)
         each = np.arange(self._codes.codes, dtype=np.uint8).view(codes.dtype)
-        table = self._caster.without_overflow(self._formula.table(each, first, sizes))
+        table = self._caster.without_loss(self._formula.table(each, first, sizes))
         if table is None:
             return False
         places = self._places(begin, box.shape, first)

@@ -96,7 +96,8 @@ def quantize(
 ) -> tuple[Checkpoint, Quantized]:
     """Return a checkpoint with the matrices of its layers in fp8, each with its scales behind it.
 
-    Embeddings, the output layer, routers, GPT-2's Conv1D and matrices of fewer than 64 rows or columns stay.
+    Embeddings, the output layer, routers, GPT-2's Conv1D and matrices of fewer than 64 rows or columns stay,
+    and so does what is tied to one of them. Other ties stay ties.
     The largest magnitudes are read when the first code or scale is written.
 
     Args:
@@ -116,8 +117,10 @@ def quantize(
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be quantised")
     turned = {parent for parent, is_turned in orientations(target.tensors) if is_turned}
-    matrices = {name: tensor for name, tensor in target.tensors.items() if _is_chosen(name, tensor, turned)}
-    chosen = {name: _Matrix(name, tensor, SCHEMES[scheme]) for name, tensor in matrices.items()}
+    stays = {t.view for name, t in target.tensors.items() if not _is_chosen(name, t, turned)}
+    matrices = {name: tensor for name, tensor in target.tensors.items() if tensor.view not in stays}
+    made = {t.view: _Matrix(name, t, SCHEMES[scheme]) for name, t in reversed(matrices.items())}
+    chosen = {name: made[tensor.view] for name, tensor in matrices.items()}  # tied ones share them
     if not chosen:
         what = f"no matrix of a linear layer, of {SMALLEST} rows and columns or more, is of a float type"
         raise NothingToDo(f"{checkpoint.path}: {what}")
@@ -131,8 +134,8 @@ def quantize(
             if (matrix := chosen.get(str(key))) is None:
                 yield key, value
             else:
-                yield key, with_plain_tensor(value, matrix.codes())
-                yield f"{key}{end}", matrix.scales()
+                yield key, with_plain_tensor(value, matrix.codes)
+                yield f"{key}{end}", matrix.scales
 
     new = replace_state(checkpoint, target, lambda old: dict(entries(old)))
     kept = tuple(n for n, t in target.tensors.items() if n not in chosen and len(t.shape) > 1)
@@ -175,10 +178,12 @@ class _Matrix:
         self._numbers, self._lock = numbers(elements(tensor)), Lock()
         self._is_one = block == (None, None)
 
+    @cached_property
     def codes(self) -> TensorRef:
         """Return the matrix in fp8."""
         return self._made(FP8, self.tensor.shape, self._fill)
 
+    @cached_property
     def scales(self) -> TensorRef:
         """Return the scales in float32: one, one per row, or one per block."""
 

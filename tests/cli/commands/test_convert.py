@@ -49,7 +49,7 @@ def test_json_has_the_fields_that_scripts_rely_on(cli: Any) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert 0 <= ran.json["seconds"] < 60
     left_out = ["head.weight", "head.count", "optimizer", "epoch", "best"]
-    counts = dict.fromkeys(("renamed", "seconds", "overflows"), 0)
+    counts = dict.fromkeys(("renamed", "seconds", "overflows", "underflows", "nans"), 0)
     counts |= {"keys": 2, "bytes": os.path.getsize("out.safetensors")}
     nothing: dict[str, Any] = {key: [] for key in ("kept", "tied", "copied", "mentions", "devices")}
     written = {
@@ -74,14 +74,20 @@ def test_floats_are_cast_and_counted(cli: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
-    [([1e5, 1.0], "1 finite value became infinite"), ([1e5, -1e6], "2 finite values became infinite")],
+    ("values", "said", "lost"),
+    [
+        ([1e5, 1.0], "1 finite value became infinite", (1, 0)),
+        ([1e5, -1e6], "2 finite values became infinite", (2, 0)),
+        ([-1e-60, 5e-324], "2 nonzero values became 0", (0, 2)),
+        ([-1e-9, 1e5], "1 finite value became infinite\n1 nonzero value became 0", (1, 1)),
+    ],
 )
-def test_overflows_are_counted(values: list[float], said: str, cli: Any) -> None:
-    torch.save({"w": torch.tensor([*values, math.inf, math.nan])}, "in.pt")
+def test_losses_are_counted(values: list[float], said: str, lost: tuple[int, int], cli: Any) -> None:
+    torch.save({"w": torch.tensor([*values, math.inf, math.nan, -0.0], dtype=torch.float64)}, "in.pt")
     ran = cli("convert in.pt out.pt --dtype fp16")
     assert (ran.code, ran.err) == (0, said + "\n")
-    assert cli("convert in.pt out.pt --dtype fp16 --force --verify --json").json["overflows"] == int(said[0])
+    done = cli("convert in.pt out.pt --dtype fp16 --force --verify --json").json
+    assert (done["overflows"], done["underflows"], done["nans"]) == (*lost, 0)
 
 
 def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(cli: Any) -> None:

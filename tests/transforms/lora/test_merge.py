@@ -421,6 +421,13 @@ def test_numbers_that_become_infinite_are_counted_and_said(
     assert torch.load(tmp_path / "out.pt")["fc.weight"].isinf().sum() == overflows + 1
 
 
+def test_numbers_that_become_nan_are_not_said_to_become_infinite(cli: Any, tmp_path: Path) -> None:
+    saved({"fc.weight": torch.zeros(4, 4)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, pair("fc", torch.ones(1, 4), torch.tensor([[torch.nan], [1], [1], [1]])), r=1)
+    ran = cli("merge-lora", *(tmp_path / name for name in ("base.pt", "adapter", "out.pt")))
+    assert ran.code == 0 and "4 finite values became NaN" in ran.err and "infinite" not in ran.err
+
+
 def test_whole_tensors_that_overflow_in_the_model_s_type_are_counted(cli: Any, tmp_path: Path) -> None:
     state = {"fc.weight": torch.ones(2, 2), "head.weight": torch.ones(2, 2, dtype=torch.float16)}
     saved(state, tmp_path / "base.pt")

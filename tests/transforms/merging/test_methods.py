@@ -293,11 +293,14 @@ def test_files_of_a_big_endian_machine_are_merged(tmp_path: Path) -> None:
         assert np.array_equal(found, values.numpy() * (3 if method == "task" else 2)), method
 
 
-def test_what_becomes_infinite_is_counted(tmp_path: Path) -> None:
+def test_what_becomes_infinite_or_nan_is_counted(tmp_path: Path) -> None:
     base, other = torch.zeros(4).half(), torch.tensor([1, 6e4, inf, -6e4]).half()
     found, done = merged(tmp_path, "task", {"w": base}, {"w": other}, scale=2.0)
     assert found["w"].tolist() == [2, inf, inf, -inf]
-    assert done.casting.overflows == 2
+    assert (done.casting.overflows, done.casting.nans) == (2, 0)
+    far = torch.tensor([1.7e308], dtype=torch.float64)  # the difference is infinite
+    _, done = merged(tmp_path, "task", {"w": -far}, {"w": far}, scale=0.0)
+    assert (done.casting.overflows, done.casting.nans) == (0, 1)
 
 
 WRONG: dict[str, tuple[int, dict[str, Any], str]] = {

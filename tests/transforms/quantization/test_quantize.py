@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import NothingToDo
+from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.transforms.quantization.dequantize import dequantize
 from ckpttool.transforms.quantization.quantize import Quantized, quantize
 from tests.support.quantised import equal, plain, written
 
@@ -167,3 +169,20 @@ def test_a_transposed_view_and_a_pickled_state(tmp_path: Path) -> None:
         got["state_dict"]["l.weight"].float(), (values.t() / scale).to(torch.float8_e4m3fn).float()
     )
     assert equal(got["state_dict"]["l.weight_scale"], scale.reshape(1)) and got["epoch"] == 1
+
+
+@pytest.mark.parametrize("end", ["pt", "safetensors"])
+def test_tied_matrices_stay_tied_packed_and_plain_again(tmp_path: Path, end: str) -> None:
+    matrix, table = torch.randn(64, 64), torch.randn(64, 64)
+    state = {"a.weight": matrix, "b.weight": matrix, "embed.weight": table, "c.weight": table}
+    torch.save(state, tmp_path / "in.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        new, report = quantize(checkpoint, "fp8")
+        ckpttool.save(new, tmp_path / f"fp8.{end}")
+    assert [*report.errors] == ["a.weight", "b.weight"] and report.left_plain == ("embed.weight", "c.weight")
+    tied = (("a.weight", "b.weight"), ("a.weight_scale", "b.weight_scale"), ("embed.weight", "c.weight"))
+    assert {*map(frozenset, ckpttool.inspect(tmp_path / f"fp8.{end}").ties)} == {*map(frozenset, tied)}
+    with ckpttool.open(tmp_path / f"fp8.{end}") as checkpoint:
+        ckpttool.save(dequantize(checkpoint, dtype=DTYPES["bfloat16"])[0], tmp_path / f"plain.{end}")
+    ties = ckpttool.inspect(tmp_path / f"plain.{end}").ties
+    assert {*map(frozenset, ties)} == {frozenset(tied[0]), frozenset(tied[2])}
