@@ -6,6 +6,7 @@ import glob
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -39,12 +40,14 @@ class PoolReport:
         pooled: keys with a new value.
         from_first: keys that differ between the files and were taken from the first, as asked.
         exact: counts were given; otherwise equal ones were assumed and the unbiased factors kept.
+        not_finite: pooled statistics with a NaN or an infinity of a rank.
     """
 
     layers: tuple[str, ...]
     pooled: tuple[str, ...]
     from_first: tuple[str, ...]
     exact: bool
+    not_finite: tuple[str, ...] = ()
 
 
 def pool_states(
@@ -69,14 +72,16 @@ def pool_states(
     of_batchnorm = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
     from_first = _check_same(checkpoints, states, of_batchnorm, tuple(keep_first))
     new: dict[str, TensorRef] = {}
+    odd: list[str] = []
     for layer in layers:
         given = _counts_of(layer, counts), fits(layer, averaged), momentum
-        new |= _pooled_layer(first.path, states, layer, *given)
+        new |= _pooled_layer(checkpoints, states, layer, *given, odd)
     if not new:
         reason = f"{first.path}: all {len(checkpoints)} files hold the same statistics"
         raise NothingToDo(reason, hint="they were synchronised or pooled already: take any one of them")
     pooled = replace_state(first, states[0], lambda old: type(old)(_replaced(old, new)))
-    return pooled, PoolReport(tuple(layers), tuple(new), from_first, counts is not None)
+    report = PoolReport(tuple(layers), tuple(new), from_first, counts is not None, tuple(odd))
+    return pooled, report
 
 
 def _check_momentum(momentum: float | None, counts: Mapping[str, Counts] | None) -> None:
@@ -89,6 +94,8 @@ def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts
     if len(checkpoints) < 2:
         raise UsageFault("pooling needs the files of two ranks or more")
     for numbers in (counts or {}).values():
+        if any(number >= 2**63 for number in numbers):
+            raise UsageFault("--counts: a count is below 2^63")
         listed = ",".join(f"{number:g}" for number in numbers)
         if len(numbers) != len(checkpoints):
             hint = f"give {len(checkpoints)}, one for each IN, 0 for a rank without samples"
@@ -158,16 +165,18 @@ def _described(state: State, of_batchnorm: set[str]) -> dict[str, tuple[object, 
 
 
 def _pooled_layer(
-    path: str,
+    checkpoints: Sequence[Checkpoint],
     states: Sequence[State],
     layer: str,
     counts: Counts | None,
     cumulative: bool,
     momentum: float | None,
+    odd: list[str],
 ) -> dict[str, TensorRef]:
-    """Return the new tensors of one layer; none if all ranks have the same."""
+    """Return the new tensors of one layer; none if all ranks have the same. `odd` gets keys with a NaN."""
     import numpy as np
 
+    path = checkpoints[0].path
     names = {name: key(layer, name) for name in (MEAN, VARIANCE, COUNTER)}
     read = {
         name: [_values(path, at, state.tensors[at]) for state in states]
@@ -180,6 +189,10 @@ def _pooled_layer(
     if any(not np.array_equal(rank, read[name][0]) for name in (MEAN, VARIANCE) for rank in read[name]):
         if cumulative and COUNTER not in read:
             raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
+        seen = [True] * len(states) if counts is None else [count > 0 for count in counts]
+        odd += _odd(
+            names, {n: [*compress(read[n], seen)] for n in (MEAN, VARIANCE)}, [*compress(checkpoints, seen)]
+        )
         batches = [float(count) for count in read[COUNTER]] if cumulative else None
         try:
             with np.errstate(all="ignore"):  # infinite statistics give NaN, as in one process
@@ -193,6 +206,16 @@ def _pooled_layer(
     return {
         name: _tensor(path, name, states[0].tensors[name], values, origins) for name, values in new.items()
     }
+
+
+def _odd(names: Mapping[str, str], read: Mapping[str, list[Any]], files: Sequence[Checkpoint]) -> list[str]:
+    """Return the keys with a NaN or an infinity. Raises Refused for a variance that is negative."""
+    import numpy as np
+
+    for values, checkpoint in zip(read[VARIANCE], files, strict=True):
+        if (values < 0).any():
+            raise Refused(checkpoint.path, f"'{names[VARIANCE]}' is negative, which no variance is")
+    return [names[name] for name, ranks in read.items() if not all(np.isfinite(each).all() for each in ranks)]
 
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:

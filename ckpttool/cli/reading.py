@@ -41,6 +41,7 @@ SAID = {
         "followed": "tied to an updated weight, and changed with it as in PEFT's merge",
         "untied": 'no longer tied: set "tie_word_embeddings": false in config.json',
     },
+    "PoolReport": {"not_finite": "NaN or infinite values"},
     "Mapped": {"tied": "other names of one tensor, added or taken away", "also": "changed too"},
     "Quantized": {"left_plain": "not quantised"},
     "Averaged": {"parallel": "too nearly parallel for slerp, so merged linearly"},

@@ -274,6 +274,20 @@ def test_bfloat16_is_not_rounded_twice(tmp_path: Path) -> None:
     assert tie["model"]["running_mean"][:2].tolist() == [low, -low]  # ties go to the even neighbour
 
 
+def test_statistics_that_are_no_numbers_are_named_and_a_negative_variance_is_refused(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, (2, 3))
+    change(paths[1], "1.running_mean", torch.full((3,), torch.inf).double())
+    change(paths[0], "2.1.running_var", torch.full((2,), torch.nan).double())
+    assert pool_files(paths)[1].not_finite == ("1.running_mean", "2.1.running_var")
+    assert pool_files(paths, {"*": [180, 0]})[1].not_finite == ("2.1.running_var",)
+    change(paths[1], "1.running_var", -torch.ones(3).double())
+    with pytest.raises(ckpttool.CkptToolError, match=r"rank1\.pt: '1\.running_var' is negative"):
+        pool_files(paths)
+    assert pool_files(paths, {"*": [180, 0]})[1].not_finite == ("2.1.running_var",)
+    with pytest.raises(UsageFault, match=r"below 2\^63"):
+        pool_files(paths, {"*": [10**400, 2]})
+
+
 def test_a_rank_without_samples_does_not_lower_the_counter(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, (0, 5))
     after, _ = pool_files(paths, {"*": [0, 180]})

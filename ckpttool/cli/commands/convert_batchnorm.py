@@ -24,7 +24,9 @@ def _counts(text: str) -> tuple[str, tuple[int, ...]]:
     try:
         return pattern or "*", tuple(int(number) for number in numbers.split(","))
     except ValueError:
-        raise click.BadParameter(f"'{text}' is not N0,N1,… or GLOB=N0,N1,…", param_hint="--counts") from None
+        raise click.BadParameter(
+            f"'{text}' is not N0,N1,… or GLOB=N0,N1,… in whole numbers", param_hint="--counts"
+        ) from None
 
 
 @click.command("convert-batchnorm")
@@ -141,5 +143,6 @@ def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report) -> 
     kinds = ((report.recorded, "kind", "recorded"), (report.restored, "kind", "removed"))
     for names, what, verb in ((report.added, "counter", "added"), *kinds):
         done += f", {counted(len(names), what)} {verb}" if names else ""
-    none_pooled = {"pooled": (), "from_first": ()}
-    return Outcome(done, fields={**fields_of(report), **none_pooled, **fields_of(pooled)})
+    none_pooled = {"pooled": (), "from_first": (), "not_finite": ()}
+    fields = {**fields_of(report), **none_pooled, **fields_of(pooled)}
+    return Outcome(done, result=pooled, fields=fields)
