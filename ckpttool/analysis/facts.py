@@ -158,6 +158,8 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def value_in_words(row: OtherRow) -> str:
     """Return the value of an entry that is no tensor, or its type and size."""
+    if row.same_as is not None:
+        return f"the same {printable(row.type)} as {printable(row.same_as) or 'the file itself'}"
     if row.has_value:
         return printable(str(row.value))[:200] or "''"
     return printable(row.type) + (f" of {row.size}" if row.size is not None else "")

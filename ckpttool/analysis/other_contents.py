@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.dotted_names import Entry, dotted, entries
+from ..checkpoint.dotted_names import Again, Entry, dotted, entries
 from ..checkpoint.flat_optimizers import as_nested
 from ..checkpoint.pickled_modules import is_module, own_attributes
 from ..checkpoint.rebuilt_tensors import special_tensor
@@ -80,6 +80,7 @@ class OtherRow:
         value: the value, when it is plain and short.
         has_value: whether `value` is set; it may be None itself.
         size: the number of entries of a container.
+        same_as: the first name of a container that is in several places: its entries are shown there.
     """
 
     name: str
@@ -87,6 +88,7 @@ class OtherRow:
     value: object = None
     has_value: bool = False
     size: int | None = None
+    same_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,13 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
             return own_attributes(value)  # not those of the modules inside it
         return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
 
-    for path, value in checkpoint.named(inside):
-        if is_module(value):
+    for path, value in checkpoint.named(inside, again=True):
+        if isinstance(value, Again):
+            if (
+                state is None or value.value is not state.anchor
+            ):  # whose other places have a line of their own
+                yield OtherRow(dotted(path), type_name(value.value), same_as=dotted(value.first))
+        elif is_module(value):
             yield OtherRow(dotted(path), type_name(value))
         elif special_tensor(value) is not None:
             continue

@@ -142,16 +142,19 @@ class Checkpoint:
             elif isinstance(value, Storage):
                 yield dotted(path), value
 
-    def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
+    def named(
+        self, inside: Callable[[object], Iterable[Entry] | None], *, again: bool = False
+    ) -> Iterator[tuple[Path, object]]:
         """Yield every value with its path, as `named_values` does.
 
         Args:
             inside: returns the entries of a container, or None for a value not to be entered.
+            again: yield a `dotted_names.Again` at each further place of a container.
 
         Raises:
             Unsupported: the dotted paths together would fill the memory.
         """
-        return self._search.named(inside)
+        return self._search.named(inside, again=again)
 
     def optimizers(self) -> Iterator[tuple[str, dict[Any, Any]]]:
         """Yield the state dict of each optimizer, nested or flat, with its dotted path; as `named` does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ..inert_pickle.values import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, remade, tensor_of
 from ..tensors.ref import TensorRef
@@ -65,28 +66,38 @@ def _numbered(values: Iterable[object]) -> Iterator[Entry]:
     return ((str(index), item) for index, item in enumerate(values))
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A container at a further place of a tree."""
+
+    value: object
+    first: Path
+
+
 class TooManyNames(ValueError):
     """The dotted names of a tree would fill the memory."""
 
 
 def named_values(
-    root: object, inside: Callable[[object], Iterable[Entry] | None], limit: int
+    root: object, inside: Callable[[object], Iterable[Entry] | None], limit: int, *, again: bool = False
 ) -> Iterator[tuple[Path, object]]:
     """Yield every value of a tree with its path, in the file's order, a container before its contents.
 
     `inside` returns the entries of a container, or None for a value not to be entered. A container is entered
-    once, at its first place, and not below MAX_DEPTH levels, which no honest file reaches. TooManyNames if
-    the paths have more than `limit` characters.
+    once, at its first place, and not below MAX_DEPTH levels, which no honest file reaches; `again` yields an
+    Again at the others. TooManyNames if the paths have more than `limit` characters.
     """
-    seen: set[int] = set()
+    seen: dict[int, Path] = {}
     stack: list[tuple[Path, object]] = [((), root)]
     while stack:
         path, value = stack.pop()
         inner = None if type(value) is TensorRef else inside(value)
         if inner is not None:
             if id(value) in seen:
+                if again:
+                    yield path, Again(value, seen[id(value)])
                 continue
-            seen.add(id(value))
+            seen[id(value)] = path
             if len(path) < MAX_DEPTH:
                 here = [(path if name is None else (*path, name), item) for name, item in inner]
                 limit -= len(here) * sum(map(len, path)) + sum([len(at[-1]) for at, _ in here if at])

@@ -28,10 +28,12 @@ class StateSearch:
     tree: object
     most: int  # characters that all dotted names together may have
 
-    def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
+    def named(
+        self, inside: Callable[[object], Iterable[Entry] | None], *, again: bool = False
+    ) -> Iterator[tuple[Path, object]]:
         """Yield every value with its path, as `Checkpoint.named` does."""
         try:
-            yield from dotted_names.named_values(self.tree, inside, self.most)
+            yield from dotted_names.named_values(self.tree, inside, self.most, again=again)
         except dotted_names.TooManyNames:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.optim import lr_scheduler
 
 import ckpttool
+from ckpttool.analysis.facts import value_in_words
 from ckpttool.analysis.other_contents import OtherRow, describe_optimizer, describe_scheduler, in_words
 from ckpttool.analysis.summary import Summary, summarize
 from ckpttool.analysis.tables import Stats, TensorRow, measure, tensor_rows
@@ -97,6 +98,15 @@ def test_contents_of_dicts_and_objects_are_named(summary: Any) -> None:
     rows += [("args.model.depth", "int", 20, None)]
     assert [(row.name, row.type, row.value, row.size) for row in found.other] == rows
     assert found.unknown == ("argparse.Namespace",)
+
+
+def test_a_dict_in_two_places_is_shown_at_both(summary: Any) -> None:
+    config: dict[str, Any] = {"lr": 0.1}
+    config["own"] = config
+    found = summary({"model": {"w": ONE}, "config": config, "args": config}).other
+    assert found[0] == OtherRow("config.lr", "float", 0.1, True)
+    assert [(row.name, row.same_as) for row in found[1:]] == [("config.own", "config"), ("args", "config")]
+    assert value_in_words(found[2]) == "the same dict as config"
 
 
 def test_other_entries_of_the_state_are_listed_without_module_versions(summary: Any) -> None:

@@ -156,6 +156,7 @@ def _fields(
             {"name": row.name, "type": row.type}
             | ({"value": row.value} if row.has_value else {})
             | ({"size": row.size} if row.size is not None else {})
+            | ({"same_as": row.same_as} if row.same_as is not None else {})
             for row in summary.other
         ],
     }

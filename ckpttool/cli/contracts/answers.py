@@ -22,6 +22,7 @@ def inspect() -> list[Fields]:
         "type": (str, "its type"),
         "value?": (object, "the value, when it is plain and short"),
         "size?": (int, "the number of entries of a container"),
+        "same_as?": (str, "the first name of a container in several places, where its entries are"),
     }
     file: Fields = {
         **fields_like(Summary, renamed, without=own, maybe=("ranks", "commit", "made_of")),
