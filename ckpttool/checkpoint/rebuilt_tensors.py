@@ -15,7 +15,7 @@ from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief
 from ..tensors.checked import BadTensor, checked_tensor
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES, has_gradients
 from ..tensors.ref import Storage, TensorRef, extent, is_count
-from .special_tensors import SpecialTensor, attributes, read_sparse, shape_of, torch_dtype
+from .special_tensors import UNINITIALISED, SpecialTensor, attributes, read_sparse, shape_of, torch_dtype
 
 # The ends of the names of classes that are taken for tensors, though they are not known here.
 ENDINGS = ("Tensor", "Parameter", "Buffer")
@@ -216,8 +216,8 @@ _NAMES: dict[str, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | None
     "torch._utils: _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor "
     "_rebuild_xla_tensor": ("device tensor", lambda args: None),
     "torch.nn.parameter: UninitializedParameter UninitializedBuffer": (
-        "uninitialised",
-        lambda args: SpecialTensor("uninitialised"),
+        UNINITIALISED,
+        lambda args: SpecialTensor(UNINITIALISED),
     ),
 }
 READERS = {name: reader for names, reader in _NAMES.items() for name in names_of(names)}

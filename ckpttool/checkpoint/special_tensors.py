@@ -6,7 +6,7 @@ import glob
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ SHARDED = ("DTensor", "ShardedTensor")
 MAX_NAMED = 8
 
 PLACEHOLDER = "ZeRO-3 placeholder"
+UNINITIALISED = "uninitialised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class SpecialTensor:
     def as_tensor(self) -> TensorRef:
         """Return a tensor of the same dtype and shape without values, to list with others."""
         nothing = Storage(Computed("", 0, lambda start, nbytes: iter(())), "UntypedStorage", "meta")
-        return TensorRef.contiguous(nothing, self.dtype or DTYPES["uint8"], self.shape or (0,))
+        dtype = self.dtype or replace(DTYPES["uint8"], name=self.kind)
+        return TensorRef.contiguous(nothing, dtype, self.shape or (0,))
 
 
 def placeholders(tree: object) -> dict[str, Shape]:

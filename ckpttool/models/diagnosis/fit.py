@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.special_tensors import UNINITIALISED, SpecialTensor
 from ...checkpoint.state import State
 from ...checkpoint.states import COUNTER
 from ...tensors.ref import TensorRef
 from ...transforms.conforming.modules import Place, places_of
+from ...words import counted
 from .blocks import unequal_counts
 from .script_lines import command_line
 
@@ -253,7 +255,13 @@ KINDS = (
 
 def unfixable(case: Case, *, listed: bool = False) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) for what keeps a state from fitting and no command fixes."""
-    fit = case.fit
+    fit, likes = case.fit, case.state.likes
+    if odd := tuple(name for name in fit.missing if name in likes):
+        yield "object", not_plain(likes, odd)
+        fit = replace(fit, missing=tuple(name for name in fit.missing if name not in likes))
+        if not fit.distance:
+            return
+        case = replace(case, fit=fit)
     known = [
         (kind, words) for kind, names, words in KINDS if any(map(re.compile(names).search, fit.unexpected))
     ]
@@ -276,6 +284,15 @@ def unfixable(case: Case, *, listed: bool = False) -> Iterator[tuple[str, str]]:
         )
     else:
         yield from _otherwise(case, listed)
+
+
+def not_plain(likes: Mapping[str, SpecialTensor], names: tuple[str, ...]) -> str:
+    """Return what tensors of a state are that are not plain ones."""
+    if all(likes[name].kind == UNINITIALISED for name in names):
+        saved = "the model was saved before a first batch gave its lazy layers their shapes"
+        return f"{counted(len(names), 'tensor')} without values in the file ({shortened(names)}): {saved}"
+    said = shortened(tuple(f"{name}: {likes[name]}" for name in names))
+    return f"{counted(len(names), 'tensor')} not plain in the file, and plain in the model ({said})"
 
 
 def _is_weight_norm(fit: Fit) -> bool:

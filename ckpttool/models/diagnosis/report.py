@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.special_tensors import UNINITIALISED
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo, Refused
@@ -19,7 +20,7 @@ from ...remote.urls import is_url
 from ...tensors.ref import Storage, TensorRef
 from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
-from .fit import Aim, Case, Fit, Rebuild, Treatment, shortened, unfixable
+from .fit import Aim, Case, Fit, Rebuild, Treatment, not_plain, shortened, unfixable
 from .script_lines import command_line
 from .value_remedies import is_packed, tied_apart
 
@@ -157,11 +158,13 @@ class Report:
         others = ((name, value) for name, value in after.state.others.items() if name in places)
         objects = tuple(name for name, value in others if not is_plain(value))
         if objects:
-            message = (
-                f"the state holds objects ({shortened(objects)}), which are never created from a file here"
-            )
+            likes = after.state.likes
+            message = f"it holds objects ({shortened(objects)}), which are never created from a file here"
+            if all(name in likes and likes[name].kind == UNINITIALISED for name in objects):
+                message = not_plain(likes, objects)
             trusting = "torch.load(weights_only=False) creates them, if you trust the file"
-            self.problems.append(Problem("object", f"{message}: {trusting}"))
+            self.loads = False
+            self.problems.append(Problem("object", f"{message}; {trusting}"))
         return bool(objects)
 
     def _add_apart(self) -> bool:

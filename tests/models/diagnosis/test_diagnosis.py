@@ -467,6 +467,18 @@ def test_no_reload_is_printed_for_a_state_that_needs_objects(cli: Cli, tmp_path:
     assert cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:Net").code == 3
 
 
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_lazy_layers_that_saw_no_batch_are_said_to_have_no_values(
+    is_lazy: bool, cli: Cli, tmp_path: Path
+) -> None:
+    layer = "LazyLinear(2)" if is_lazy else "Linear(3, 2)"
+    (tmp_path / "m.py").write_text(f"import torch\ndef made(): return torch.nn.{layer}\n")
+    found = diagnosed(cli, tmp_path, nn.LazyLinear(2).state_dict(), f"{tmp_path}/m.py:made")
+    assert (found.code, found.json["loads"], found.json["then"]) == (1, False, None)
+    (problem,) = found.json["problems"]
+    assert "2 tensors without values in the file (weight, bias): the model was saved" in problem["message"]
+
+
 def test_square_matrices_beside_transposed_ones_are_named(cli: Cli, tmp_path: Path) -> None:
     """No shape tells that a square matrix is transposed too."""
     first = {"0.weight": torch.rand(3, 5), "0.bias": torch.rand(5)}
