@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,9 +17,10 @@ from ...formats.reading import File
 from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
 from ...tensors.chunks import Part, assembled
-from ...tensors.dtypes import DTYPES, DType
+from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType
 from ...tensors.ref import Computed, TensorRef
 from ...tensors.values import same_values
+from ...words import counted
 from ..mapping.applying import apply
 from ..mapping.rules import Rules
 from ..quantization.recognise import require_unpacked
@@ -173,7 +175,7 @@ def _conformed(
         tuple(name for name in found.lacking if name not in more),
         tuple(padded),
         found.unshown,
-        _other_types(made, theirs),
+        _other_types({name: tensor.dtype.name for name, tensor in made.items()}, theirs),
         len(compared),
         mapped.also,
     )
@@ -189,8 +191,7 @@ def _matched(
 ) -> Found:
     """Return which name becomes which; by values too, where there are any."""
     if _shapes(mine) == _shapes(theirs) and not values:
-        hint = f"ckpttool convert {path} OUT writes it as it is"
-        raise NothingToDo(f"{path}: its names and shapes are the reference's already", hint=hint)
+        raise _nothing_to_do(path, _other_types({name: place.dtype for name, place in mine.items()}, theirs))
     found = search(path, mine, theirs, with_values=bool(values))
     if values:
         _tie_by_values(found, tensors, values)
@@ -201,9 +202,19 @@ def _matched(
     return found
 
 
-def _other_types(made: Mapping[str, TensorRef], theirs: Places) -> tuple[tuple[str, str, int], ...]:
+def _nothing_to_do(path: str, types: Sequence[tuple[str, str, int]]) -> NothingToDo:
+    what = "".join(f"; {counted(n, 'tensor')} of {mine} here and {there} there" for mine, there, n in types)
+    convert = f"ckpttool convert {shlex.quote(path)} OUT"
+    hint = f"{convert} writes it as it is"
+    if types:
+        casts = all(name in PLAIN_FLOATS for pair in types for name in pair[:2])
+        hint = f"{convert} --dtype {types[0][1]}" if casts else "conform changes names and shapes, no types"
+    return NothingToDo(f"{path}: its names and shapes are the reference's already{what}", hint=hint)
+
+
+def _other_types(dtypes: Mapping[str, str], theirs: Places) -> tuple[tuple[str, str, int], ...]:
     """Return which types became which, and how many tensors did."""
-    pairs = ((t.dtype.name, theirs[name].dtype) for name, t in made.items() if name in theirs)
+    pairs = ((dtype, theirs[name].dtype) for name, dtype in dtypes.items() if name in theirs)
     return tuple((*pair, count) for pair, count in Counter(p for p in pairs if p[0] != p[1]).items())
 
 
@@ -301,7 +312,9 @@ def _wider(found: Found, rows: int) -> str:
 
 def _names(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
     for module in modules:
-        yield from ((name, str([*module.shapes[kind]])) for kind, name in module.names.items())
+        for kind, name in module.names.items():
+            of_type = "" if module.types[kind] == "float" else f" {module.types[kind]}"
+            yield name, f"{[*module.shapes[kind]]}{of_type}"
 
 
 def _some(names: list[tuple[str, str]]) -> str:

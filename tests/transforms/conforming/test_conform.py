@@ -236,6 +236,22 @@ def test_what_several_ways_fit_is_refused_with_its_candidates(what: str, cli: Cl
     assert cli("conform", *arguments).err.count("\n") == 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said", "hint"),
+    [
+        (torch.complex64, "; 1 tensor of complex64 here and float32 there", "no types"),
+        (torch.float16, "; 1 tensor of float16 here and float32 there", "--dtype float32"),
+        (torch.float32, " already", "as it is"),
+    ],
+)
+def test_names_and_shapes_of_the_reference_in_other_types(
+    dtype: torch.dtype, said: str, hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NothingToDo, match=said) as error:
+        brought({"a": torch.ones(4, dtype=dtype)}, {"a": torch.ones(4)}, tmp_path)
+    assert hint in str(error.value.hint)
+
+
 def test_three_fused_pieces_without_words_have_no_counterpart(tmp_path: Path) -> None:
     state = filled({"a.weight": (4, 4), "b.weight": (4, 4), "c.weight": (4, 4)})
     with pytest.raises(Mismatch, match="3 of its tensors have no counterpart"):
@@ -293,7 +309,12 @@ MISFITS: dict[str, tuple[State, State, str]] = {
     "another type": (
         {"a": torch.ones(4, dtype=torch.int8)},
         {"b": torch.ones(4, dtype=torch.bfloat16)},
-        "'a' [4]",
+        "'a' [4] int8",
+    ),
+    "complex numbers and real ones": (
+        {"a": torch.ones(4, dtype=torch.complex64)},
+        {"b": torch.ones(4)},
+        "('a' [4] complex64); the reference has 1 that nothing becomes ('b' [4])",
     ),
     "fewer rows": (filled({"wte.weight": (9, 4)}), filled({"embed_tokens.weight": (12, 4)}), "9 rows"),
 }
