@@ -258,8 +258,11 @@ def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int =
     try:
         raw = f"{{{','.join(entries)}}}".encode()
     except UnicodeEncodeError as error:
-        key = error.object[max(error.start - 20, 0) : error.end].encode("utf-8", "backslashreplace").decode()
-        raise Refused(path, f"a key is not valid Unicode: …{key}", hint="write a .pt file instead") from None
+        text = error.object[max(error.start - 20, 0) : error.end]
+        key = next((name for name in tensors if any("\ud800" <= each <= "\udfff" for each in name)), None)
+        what = f"text of the header (…{text})" if key is None else f"the key '{key[:80]}'"
+        what = what.encode("utf-8", "backslashreplace").decode()
+        raise Refused(path, f"{what} is not valid Unicode", hint="write a .pt file instead") from None
     raw = raw.ljust(fill - 8)
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER:

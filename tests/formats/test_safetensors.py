@@ -240,7 +240,7 @@ def test_a_type_that_the_format_lacks_is_refused_by_name(dtype: str, tmp_path: P
     ("name", "said"),
     [
         ("__metadata__", "can't hold a tensor named '__metadata__'"),
-        ("file\udcff", r"a key is not valid Unicode: ….*\\udcff"),
+        ("file\udcff", r"the key 'file\\udcff' is not valid Unicode"),
     ],
 )
 def test_a_name_that_the_format_can_not_hold_is_refused(name: str, said: str, tmp_path: Path) -> None:
