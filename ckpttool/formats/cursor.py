@@ -34,6 +34,14 @@ class Cursor:
         self.position += nbytes
         return self._window[at : at + nbytes]
 
+    def text(self, nbytes: int, said: str) -> str:
+        """Return the next bytes as text. Raises Damaged, which `said` begins, where they are not UTF-8."""
+        raw = self.take(nbytes)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise Damaged(self.source.path, f"{said} not UTF-8: {raw[:40]!r}") from None
+
     def number(self, code: str) -> int:
         """Return the next number, of a type as `struct` has it."""
         form = self.order + code

@@ -170,11 +170,7 @@ Value = int | float | str | list[Any]
 def _text(cursor: Cursor, what: str) -> str:
     if (nbytes := cursor.number("Q")) > MAX_NAME:
         raise Damaged(cursor.source.path, f"{what} has {nbytes} bytes, and may have {MAX_NAME}")
-    raw = cursor.take(nbytes)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        raise Damaged(cursor.source.path, f"{what} is not UTF-8: {raw[:40]!r}") from None
+    return cursor.text(nbytes, f"{what} is")
 
 
 def _value(cursor: Cursor, key: str, kind: int, level: int = 0) -> Value:

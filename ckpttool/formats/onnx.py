@@ -176,11 +176,7 @@ def _check(tensor: Tensor) -> None:
 def _text(message: Cursor) -> str:
     if message.left > MAX_TEXT:
         raise Damaged(message.source.path, f"has a name of {message.left} bytes")
-    raw = message.take(message.left)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        raise Damaged(message.source.path, f"has a name that is not UTF-8: {raw[:40]!r}") from None
+    return message.text(message.left, "has a name that is")
 
 
 def _pair(message: Cursor) -> tuple[str, str]:

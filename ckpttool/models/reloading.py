@@ -23,7 +23,7 @@ from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
 from ..transforms.ema_names import Parameters, with_names
 from .diagnosis import Diagnosis
-from .diagnosis.fit import Blueprint, Case, Fit, compare
+from .diagnosis.fit import Blueprint, Case, compare
 from .diagnosis.script_lines import command_line
 from .diagnosis.treatment import as_reloaded
 from .diagnosis.value_remedies import tied_apart
@@ -136,7 +136,14 @@ def reload(
         values = _values(checkpoint.path, case.state)
         if case.fit.distance and not accepts(model, case.state):
             diagnosis = None if named else doctor(checkpoint, model, state=state, spec=spec)
-            raise _mismatch(checkpoint, case.fit, _hint(case, diagnosis, state, spec))
+            fit, hint = case.fit, _hint(case, diagnosis, state, spec)
+            raise Mismatch(
+                f"{checkpoint.path}: does not fit the model: {fit}",
+                missing=fit.missing,
+                unexpected=fit.unexpected,
+                mismatched=fit.mismatched,
+                hint=hint,
+            )
         if apart := tied_apart(case):
             what, _, hint = apart.partition(": ")
             raise Mismatch(f"{checkpoint.path}: {what}", hint=hint)
@@ -303,16 +310,6 @@ def _require_memory(model: torch.nn.Module) -> None:
             f"'{names[0]}'{more} on the meta device, where nothing can be copied to",
             hint="ckpttool.reload(…, model, assign=True) puts the file's tensors in their place",
         )
-
-
-def _mismatch(checkpoint: Checkpoint, fit: Fit, hint: str) -> Mismatch:
-    return Mismatch(
-        f"{checkpoint.path}: does not fit the model: {fit}",
-        missing=fit.missing,
-        unexpected=fit.unexpected,
-        mismatched=fit.mismatched,
-        hint=hint,
-    )
 
 
 def _hint(case: Case, diagnosis: Diagnosis | None, state: str | None, spec: str | None) -> str:
