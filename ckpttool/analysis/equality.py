@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 
 from ..checkpoint.dotted_names import contents
@@ -40,7 +41,7 @@ def unchanged(name: str) -> str:
 def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
     """Return for each of two states a rule that takes off the prefix of wrappers, or of one outer module."""
     names = list(a), list(b)
-    rules = [_first_one_to_one(all_, _without_wrappers) for all_ in names]
+    rules = [_first_one_to_one(all_, partial(WRAPPER.sub, r"\1")) for all_ in names]
     short = [{rule(name) for name in all_} for rule, all_ in zip(rules, names, strict=True)]
     for this, other in ((0, 1), (1, 0)):
         outer = _outer(short[this], short[other])
@@ -53,14 +54,6 @@ def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
 def shared(a: Iterable[str], b: Iterable[str], rules: tuple[Bare, Bare]) -> int:
     """Return how many names two states have in common under these rules."""
     return len({rules[0](name) for name in a} & {rules[1](name) for name in b})
-
-
-def _without_wrappers(name: str) -> str:
-    return WRAPPER.sub(_dot, name)
-
-
-def _dot(match: re.Match[str]) -> str:
-    return match[1]
 
 
 def _without(outer: str, rule: Bare) -> Bare:
