@@ -28,6 +28,7 @@ from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.training import TrainConfig
 from train.data.collate import CONTAINERS, digest_of
+from train.data.lane import is_plain
 from train.model.groups import groups_of
 from train.model.optimizer_state import restore
 
@@ -107,8 +108,12 @@ def check_resumes(config: TrainConfig, model: nn.Module) -> None:
         torch.save(state, file := io.BytesIO())
         file.seek(0)
         state = torch.load(file, weights_only=True)
-    except Exception as error:
-        what = f"{said}: its state holds more than tensors and plain values: {str(error).splitlines()[0]}"
+    except Exception as error:  # torch's own text tells how to run what is in a file
+        of_all = [
+            pair for entry in (*state["state"].values(), *state["param_groups"]) for pair in entry.items()
+        ]
+        odd = [f": {name} is a {type(value).__name__}" for name, value in of_all if not is_plain(value)]
+        what = f"{said}: its state holds more than tensors and plain values{''.join(odd[:1])}"
         raise UsageFault(what, hint="keep tensors and numbers in its state") from error
     models[1].load_state_dict(models[0].state_dict())
     restore(second, state)
@@ -146,7 +151,9 @@ def _check_entries(said: str, entries: Mapping[Any, Any]) -> None:
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
     """Return digests of the numbers, tensors and collections of these that it keeps beside its state."""
     found = {name: value for name, value in vars(optimizer).items() if isinstance(value, KEPT)}
-    return {name: digest_of(value) for name, value in found.items() if name not in RESTORED}
+    # torch keeps hooks by a number that it gives each one of a process.
+    own = (name for name in found if name not in RESTORED and not name.startswith("_optimizer_"))
+    return {name: digest_of(found[name]) for name in own}
 
 
 def _step(model: nn.Module, optimizer: Optimizer, number: int) -> None:

@@ -19,7 +19,7 @@ from train.model import optimizer_state
 from train.model.updater import Updater
 
 OWN = """
-import torch
+import numpy, torch
 from torch.optim import SGD, AdamW, Optimizer
 
 def of_params(params, lr=0.5, betas=(0.5, 0.5)):
@@ -135,6 +135,18 @@ class Beside(Forgetful):
     def state_dict(self):
         return {**super().state_dict(), "steps": self.steps}
 
+class Hooked(SGD):  # halves its weights after each step
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.register_step_post_hook(self.halve)
+    def halve(self, *_):
+        [p.data.mul_(0.5) for p in self.param_groups[0]["params"]]
+
+class Numpy(Often):
+    def step(self, closure=None):
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["norm"] = numpy.float64(1)
+
 class Restless(Optimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -189,7 +201,7 @@ def test_a_factory_may_make_groups_of_its_own_even_an_empty_one(own):
     ]
 
 
-@pytest.mark.parametrize("name", ["anything", "Restless"])
+@pytest.mark.parametrize("name", ["anything", "Restless", "Hooked"])
 def test_one_that_takes_anything_or_draws_at_random_can_be_resumed(own, name):
     net, before = model(), torch.get_rng_state()
     optimizers.check(config(f"{own}:{name}"), net)
@@ -212,6 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ByNumber": ({}, "its state of a parameter has the key 0, which is no name"),
     "Rounding": ({}, "after its state_dict is loaded, the next step leaves another state"),
     "Objects": ({}, "its state holds more than tensors and plain values"),
+    "Numpy": ({}, "its state holds more than tensors and plain values: norm is a float64"),
     "Beside": ({}, "its state_dict has steps beside state and param_groups"),
     "of_params": ({"momentum": 0.9}, "--momentum: "),
     "of_model": ({"no_decay": ("x",)}, "--no-decay: "),
