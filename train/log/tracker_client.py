@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -71,7 +72,9 @@ class MLflow:
         self.settings = [Param(key, str(value)[:500]) for key, value in settings.items()]
 
     def log(self, values: Mapping[str, float], step: int, at: float) -> None:
-        metrics = [self.metric(name, float(value), int(at * 1e3), step) for name, value in values.items()]
+        # It refuses a whole batch for one character, as in acc@1.
+        known = ((re.sub(r"[^\w/. :-]", "_", name), float(value)) for name, value in values.items())
+        metrics = [self.metric(name, value, int(at * 1e3), step) for name, value in known]
         self.client.log_batch(self.run, metrics=metrics, params=self.settings)
         self.settings = []  # not before: a server that was away gets them later
 

@@ -36,6 +36,8 @@ from train.log.log_file import HeldLines
 if TYPE_CHECKING:
     from train.log.step_log import Sink
 
+# Of charts, beside those that have the name of a test set.
+GROUPS = ("train", "epoch", "test", "time")
 ABOUT_POSITION = {"step", "steps", "epoch", "epochs"}
 # With `train_...`, the fields of an entry about an epoch that are not about the test set.
 ABOUT_TRAINING = {"lr", "threads", "batch_size"}
@@ -56,6 +58,10 @@ def check(config: TrainConfig) -> None:
             raise UsageFault(f"--tracker {name}: the package {name} is not installed", hint=hint)
         if config.tracker.count(name) > 1:
             raise UsageFault(f"--tracker {name}: is given twice", hint="give it once")
+    for given in config.also_test if config.tracker else ():
+        if given.partition("=")[0] in GROUPS:
+            what = f"--also-test {given}: trackers have charts of that name, of something else"
+            raise UsageFault(what, hint="name it otherwise")
 
 
 @contextlib.contextmanager
@@ -139,13 +145,17 @@ class Tagged:
 def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of an entry, under the names with which trackers make groups of charts.
 
-    `train/loss` is that of the steps since the last entry, `epoch/train_loss` of a whole epoch, `test/…` of
-    the test set, `NAME/…` of another one, and `time/…` are seconds.
+    `train/loss` is that of the steps since the last entry, `epoch/train_loss` of an epoch, `test/…` of the
+    test set, `NAME/…` of another one, and `time/…` are seconds.
     """
     group = "epoch" if "epoch" in entry else "test" if "test_loss" in entry else "train"
-    flat = {**entry, **entry.get("metrics", {}), **entry.get("test_metrics", {})}
-    found = {_tag(name, group): value for name, value in _numbers(flat)}
-    for test_set, score in entry.get("tests", {}).items():
+    found = {_tag(name, group): value for name, value in _numbers(entry) if name not in ABOUT_POSITION}
+    # A metric's name is the user's, and means nothing here.
+    tests = {
+        "test": {"metrics": entry.get("metrics", entry.get("test_metrics", {}))},
+        **entry.get("tests", {}),
+    }
+    for test_set, score in tests.items():
         of_score = {**score, **score.get("metrics", {})}
         found |= {f"{test_set}/{name}": value for name, value in _numbers(of_score)}
     return found
@@ -153,7 +163,7 @@ def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
 
 def _numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in entry.items():
-        if name not in ABOUT_POSITION and isinstance(value, int | float) and math.isfinite(value):
+        if isinstance(value, int | float) and math.isfinite(value):
             yield name, value
 
 
@@ -162,6 +172,8 @@ def _tag(name: str, group: str) -> str:
         return f"time/{'epoch' if (name, group) == ('seconds', 'epoch') else name.removesuffix('_seconds')}"
     if group == "epoch" and not name.startswith("train_") and name not in ABOUT_TRAINING:
         return f"test/{name}"
+    if group == "test" and name.startswith("train_"):  # of an epoch that the run does not end
+        return f"epoch/{name}"
     return f"{group}/{name.removeprefix('test_')}"
 
 

@@ -42,6 +42,10 @@ PAIR = "return (sum, count): the sum of the batch's losses as a tensor, and thei
 TARGETS = ("labels", "label", "targets", "target", "y")
 
 
+# What each score has itself: in a tracker, and to --best, a metric of that name would be the same.
+TAKEN = ("loss", "samples", "count")
+
+
 class Task:
     """A task, with what holds for most. A user's object may be a subclass, or any object with `loss`.
 
@@ -121,10 +125,14 @@ class UserTask(Task):
             measured = {}
         try:
             self.metrics = measured() if callable(measured) else measured
-            measures(self.metrics)
+            names = measures(self.metrics)
         except Exception as error:
             hint = "for example metrics = {'mae': MeanAbsoluteError}, of ckpttool.metrics"
             raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
+        for each in TAKEN:
+            if each in names:
+                what = f"--task {name}: a metric is named '{each}', as a part of each score is"
+                raise UsageFault(what, hint="name it otherwise")
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         returned = self.made.loss(outputs, batch)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,11 +32,13 @@ STEP = {"step": 2, "epochs": 0.5, "steps": 2, "loss": 1.5, "lr": 0.1, "grad_norm
 STEP |= {"samples_per_second": 99.5, "seconds": 3.0, "data_seconds": 0.25}
 EPOCH = {"epoch": 1, "loss": 1.25, "accuracy": 0.5, "samples": 10, "train_loss": float("nan"), "seconds": 7.0}
 EVALUATION = {"step": 3, "epochs": 0.75, "test_loss": 1.0, "test_samples": 9}
-EVALUATION |= {"test_metrics": {"mae": 0.5, "all": [1]}}
+EVALUATION |= {"test_metrics": {"mae": 0.5, "all": [1], "a/b@1": 2.0, "lr": 3.0, "wait_seconds": 4.0}}
+EVALUATION |= {"train_loss": 5.0}
 CHARTS: dict[int, dict[str, float]] = {
     2: {"train/loss": 1.5, "train/lr": 0.1, "train/samples_per_second": 99.5}
     | {"time/seconds": 3.0, "time/data": 0.25},
-    3: {"test/loss": 1.0, "test/samples": 9, "test/mae": 0.5},
+    3: {"test/loss": 1.0, "test/samples": 9, "test/mae": 0.5, "epoch/train_loss": 5.0}
+    | {"test/a/b@1": 2.0, "test/lr": 3.0, "test/wait_seconds": 4.0},
     4: {"test/loss": 1.25, "test/accuracy": 0.5, "test/samples": 10.0, "time/epoch": 7.0},
 }
 
@@ -174,7 +177,9 @@ def test_mlflow_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
     for name in run.data.metrics:
         for metric in client.get_metric_history(run.info.run_id, name):
             found.setdefault(metric.step, {})[name] = metric.value
-    assert found == CHARTS
+    # It takes no @, and would refuse all that comes with it.
+    taken = {name.replace("@", "_"): value for name, value in CHARTS[3].items()}
+    assert found == {**CHARTS, 3: taken}
 
 
 def test_trackio_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
@@ -325,6 +330,13 @@ def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
 def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
     monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *_, **__: None)
     trackers.check(TrainConfig())
+
+
+def test_a_test_set_of_the_name_of_other_charts_is_refused(monkeypatch):
+    trackers.check(TrainConfig(also_test=("train=digits",)))
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: SimpleNamespace(origin=""))
+    with pytest.raises(UsageFault, match="--also-test train=digits: trackers have charts of that name"):
+        trackers.check(TrainConfig(tracker=("wandb",), also_test=("ood=digits", "train=digits")))
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])

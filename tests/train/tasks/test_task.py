@@ -382,6 +382,7 @@ def weighted():
 nothing = lambda: SimpleNamespace()
 function = lambda: absolute
 other_metrics = lambda: SimpleNamespace(loss=absolute, metrics={"f1": lambda: 0.5})
+second_loss = lambda: SimpleNamespace(loss=absolute, metrics={"loss": metrics.MeanAbsoluteError})
 wrong_metric = lambda: SimpleNamespace(loss=absolute, metrics={"right": metrics.Accuracy})
 
 def raising():
@@ -442,6 +443,7 @@ WRONG = {
     "without_gradient": "does not depend on the model's parameters",
     "broken": "AttributeError: 'Tensor' object has no attribute 'nonsense' (at ",
     "other_metrics": "metrics['f1'] makes a float, not a metric of ckpttool.metrics",
+    "second_loss": "a metric is named 'loss', as a part of each score is",
     "wrong_metric": "metric 'right': TypeError",
     "raising": "RuntimeError: no such thing",
     "absent": "has no factory 'absent'",
