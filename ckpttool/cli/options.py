@@ -225,7 +225,7 @@ def _with_console(function: F) -> F:
 
     @wraps(function)
     def command(as_json: bool, quiet: bool, verbose: bool, **given: Any) -> Any:
-        to_stderr = given.get("output") == "-"
+        to_stderr = "-" in (given.get("output"), given.get("html"))
         return function(console=Console(as_json, quiet, verbose, to_stderr), **given)
 
     return command  # type: ignore[return-value]
@@ -255,7 +255,7 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 # Of commands whose answer can also be a page
 page_options = _all(
-    option("--html OUT", "Also write it as a page of HTML, as report does.", "html", type=click.Path()),
+    option("--html OUT", "Also write it as a page of HTML, as report does.", "html", callback=_note_output),
     flag("--force", "Replace the file of --html if it exists."),
 )
 

@@ -15,7 +15,7 @@ from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
 from ..checkpoint.states import MEAN, VARIANCE
-from ..errors import Refused, UsageFault
+from ..errors import NothingToDo, Refused, UsageFault
 from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
@@ -97,6 +97,7 @@ def average(
 
     Raises:
         TypeError: `files` is one path or one checkpoint.
+        NothingToDo: no tensor has a mean.
         UsageFault: too few or too many files, no base, or malformed weights or settings.
         Refused: names, types or shapes differ; or a tensor has a type that can't be averaged, or is sharded,
             sparse or quantised.
@@ -129,6 +130,8 @@ def average(
     last, work = states[-1], _Averaging(states, maker)
     entries = ((key, work.entry(str(key), value)) for key, value in last.container.items())
     container = remade(last.container, entries)
+    if not work.averaged:
+        raise NothingToDo(f"{checkpoints[-1].path}: no tensor of a type that has a mean")
     statistics = tuple(name for name in work.averaged if name.endswith((MEAN, VARIANCE)))
     averaged, kept, taken = (tuple(each) for each in (work.averaged, work.kept, work.taken))
     done = Averaged(method, len(files), averaged, kept, taken, statistics, maker.parallel, maker.casting)

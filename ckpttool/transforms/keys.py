@@ -130,6 +130,7 @@ def add_prefix(
 
     Raises:
         UsageFault: the prefix is empty.
+        NothingToDo: the state is empty.
         NoState: the file holds no state, or none at `state`.
 
     Example:
@@ -139,6 +140,8 @@ def add_prefix(
         ['module.0.bias', 'module.0.weight']
     """
     target, *copies = with_copies(checkpoint, state)
+    if not target.container:
+        raise NothingToDo(f"{checkpoint.path}: no key to put '{prefix}' before", hint=first_key(()))
     # Each wrapper is an nn.Module, so torch gives it a version of its own.
     parts = prefix.removesuffix(".").split(".")
     wrappers = {".".join(parts[:count]): {"version": 1} for count in range(len(parts))}

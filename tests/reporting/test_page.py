@@ -171,6 +171,8 @@ def test_inspect_and_diff_write_the_page_beside_their_answer(cli: Cli) -> None:
     moved = {row["name"]: row.get("relative") for row in difference["changed"]}
     assert moved["module.layers.5.attn.q.weight"] == pytest.approx(0.1 / 1.1, rel=0.02)
     assert cli("inspect", "last.pt", "last.pt", "--html", "c.html").code == 2
+    ran = cli("inspect", "last.pt", "--html", "-", "--json")
+    assert ran.out.rstrip().endswith("</html>") and json.loads(ran.err)["path"] == "last.pt"
 
 
 @pytest.mark.usefixtures("files")

@@ -516,3 +516,11 @@ def test_a_part_of_a_state_takes_no_name_of_the_rest(cli: Cli, tmp_path: Path) -
             loaded(new, tmp_path)["model"],
             {"fc.w": ONE, "module.lin.w": 2 * ONE, "module.lin.b": 3 * ONE, "n": torch.tensor(4)},
         )
+
+
+def test_a_prefix_before_no_key_and_a_mean_of_no_tensor_are_nothing_to_do(tmp_path: Path) -> None:
+    empty = opened({}, tmp_path)
+    with pytest.raises(NothingToDo, match=r"no key to put 'module\.' before"):
+        ckpttool.add_prefix(empty)
+    with pytest.raises(NothingToDo, match="no tensor of a type that has a mean"):
+        ckpttool.average([empty, empty])
