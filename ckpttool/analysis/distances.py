@@ -148,11 +148,17 @@ class _Numbers:
             self.one_nan = np.zeros(len(a), dtype=bool)
             return
         (a, rest_a), (b, rest_b) = _as_floats(self.a), _as_floats(self.b)
+        rest = rest_a - rest_b
+        in_parts = "c" in a.dtype.kind + b.dtype.kind
+        if in_parts:  # so that a NaN hides no difference in the other part
+            a, b, rest = _parts(a), _parts(b), _parts(rest)
         nan_a, nan_b = np.isnan(a), np.isnan(b)
         self.one_nan = nan_a ^ nan_b
-        same = (a == b) & (rest_a == rest_b) | (nan_a & nan_b)
-        apart = np.where(same, 0.0, np.abs((a - b) + (rest_a - rest_b)))
-        self.apart = np.where(np.isnan(apart), np.inf, apart)  # infinities of other signs, or in other parts
+        same = (a == b) & (rest == 0) | (nan_a & nan_b)
+        apart = np.where(same, 0.0, np.abs((a - b) + rest))
+        self.apart = np.where(np.isnan(apart), np.inf, apart)  # infinities of other signs
+        if in_parts:
+            self.one_nan, self.apart = self.one_nan.any(axis=1), np.hypot(self.apart[:, 0], self.apart[:, 1])
 
     def within(self, tolerance: Tolerance) -> Any:
         import numpy as np
@@ -204,9 +210,20 @@ def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
     return whole, low - (whole - high)
 
 
+def _parts(values: Any) -> Any:
+    """Return the real and imaginary parts of numbers as float64: (elements, 2)."""
+    import numpy as np
+
+    return np.asarray(values, "<c16").reshape(-1, 1).view("<f8")
+
+
 def _magnitude(values: NDArray[Any]) -> Any:
     import numpy as np
 
+    if values.dtype.kind == "c":
+        parts = _parts(values)
+        parts = np.where(np.isnan(parts) & ~np.isnan(parts).all(axis=1, keepdims=True), 0.0, parts)
+        return np.hypot(parts[:, 0], parts[:, 1])
     return np.abs(values if values.dtype.kind in "fc" else values.astype("<f8"))
 
 

@@ -208,6 +208,15 @@ def test_the_distance_of_complex_numbers_is_a_magnitude(dtype: torch.dtype, fold
     assert distance(folder, a, a.conj().conj_physical()) is None
 
 
+def test_a_nan_in_one_part_of_a_complex_number_hides_nothing_in_the_other(folder: Path) -> None:
+    a, b = (torch.tensor([complex(nan, x), complex(inf, nan), complex(0, nan)]) for x in (1, 3))
+    found = far(folder, a, b)
+    assert (found.differ, found.nans, found.max_abs, found.where) == (1, 0, 2.0, 0)
+    assert distance(folder, a, b, 0.1) is not None and distance(folder, a, b, 0.7) is None
+    assert far(folder, a[:1], a[2:] + 1).nans == 1
+    assert distance(folder, a, a.clone(), 0.0, 0.0) is None
+
+
 def test_elements_without_numbers_are_compared_by_their_bits(folder: Path) -> None:
     a = torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 0.5, 3, torch.quint8)
     b = torch.quantize_per_tensor(torch.tensor([1.0, 3.0]), 0.5, 3, torch.quint8)
