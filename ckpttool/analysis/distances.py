@@ -153,12 +153,12 @@ class _Numbers:
         if in_parts:  # so that a NaN hides no difference in the other part
             a, b, rest = _parts(a), _parts(b), _parts(rest)
         nan_a, nan_b = np.isnan(a), np.isnan(b)
-        self.one_nan = nan_a ^ nan_b
+        one_nan = nan_a ^ nan_b
         same = (a == b) & (rest == 0) | (nan_a & nan_b)
         apart = np.where(same, 0.0, np.abs((a - b) + rest))
-        self.apart = np.where(np.isnan(apart), np.inf, apart)  # infinities of other signs
-        if in_parts:
-            self.one_nan, self.apart = self.one_nan.any(axis=1), np.hypot(self.apart[:, 0], self.apart[:, 1])
+        apart = np.where(np.isnan(apart), np.inf, apart)  # infinities of other signs
+        self.one_nan = one_nan.any(axis=1) if in_parts else one_nan
+        self.apart = np.hypot(apart[:, 0], apart[:, 1]) if in_parts else apart
 
     def within(self, tolerance: Tolerance) -> Any:
         import numpy as np

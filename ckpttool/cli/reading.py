@@ -32,6 +32,7 @@ SAID = {
         "perhaps_buffers": "cut, though no parameter of the optimizer (--whole NAME, if it is a buffer)",
         "repeated": "the same in extra_state of every rank",
         "removed": "removed, as files of an earlier split",
+        "copied": "cut apart from tensors that they share memory with",
         "left_out": "left out",
     },
     "Merged": {

@@ -65,6 +65,7 @@ class Split:
         left_out: what of the input no file holds.
         perhaps_buffers: names of the state that were cut, though the optimizer knows no such parameter.
         removed: files of an earlier split in the folder that have no successor of their name.
+        copied: names that were cut apart from others, though they share memory with them; ties stay ties.
     """
 
     path: str
@@ -79,6 +80,7 @@ class Split:
     left_out: tuple[str, ...]
     perhaps_buffers: tuple[str, ...]
     removed: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
 
 
 @takes_checkpoint
@@ -220,6 +222,8 @@ class SplitPlan:
             if not named:
                 hint = f"the last key is '{next(reversed(self.tensors), '')}'"
                 raise NothingToDo(f"{self.path}: no key matches '{pattern}'", hint=hint)
+        views = {self.tensors[name].view for name in buffers}  # what is tied to a whole one stays whole
+        buffers.update(name for name, tensor in self.tensors.items() if tensor.view in views)
         self.sharded = tuple(name for name in self.tensors if name not in buffers)
         self.whole = tuple(name for name in self.tensors if name in buffers)
         if not self.sharded:
@@ -315,7 +319,16 @@ class SplitPlan:
             left_out=(*(f"{above}{name}" for name in beside), *self.checkpoint.unread),
             perhaps_buffers=self.optimizer.without if self.optimizer else (),
             removed=tuple(name for name in old if name not in sizes),
+            copied=tuple(self._copied()),
         )
+
+    def _copied(self) -> Iterator[str]:
+        """Yield the names of cut tensors that are other views of a storage than the first that is cut."""
+        first: dict[int, object] = {}
+        for name in self.sharded:
+            tensor = self.tensors[name]
+            if tensor.numel and first.setdefault(id(tensor.storage), tensor.view) != tensor.view:
+                yield name
 
 
 def _is_buffer(name: str, tensor: TensorRef) -> bool:

@@ -337,6 +337,16 @@ def test_one_rank_s_files_of_several_kinds_are_merged(tmp_path: Path) -> None:
     assert_same(again, value)
 
 
+def test_what_is_tied_to_a_whole_tensor_stays_whole_and_views_that_part_are_named(tmp_path: Path) -> None:
+    w = torch.arange(12.0).view(6, 2)
+    state = {"a": w, "b": w, "x": (x := torch.arange(8.0)), "y": x, "part": x[2:]}
+    report = cut({"model": state}, tmp_path, 2, whole=["b"])
+    assert (report.whole, report.copied) == (("a", "b"), ("part",))
+    again = torch.load(merged(tmp_path / "out"), weights_only=True)
+    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+    assert again["a"].data_ptr() == again["b"].data_ptr() and again["x"].data_ptr() == again["y"].data_ptr()
+
+
 def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:
     state = {"w": torch.ones(4, 2), "rope.inv_freq": torch.ones(4)}
     assert cut(state, tmp_path, 2, whole=["*.inv_freq"]).whole == ("rope.inv_freq",)
