@@ -3,35 +3,38 @@
     python -m benchmarks.training
     python -m benchmarks.training --shard    # --shard against a bare loop of fully_shard
 
-The same ResNet-20, data in memory, global batch and optimizer, on two ranks over gloo on the CPU. The ways
-take turns of some steps, round after round, in one pair of processes; a ratio is the median of the rounds'.
-The bare loop runs twice: what the two differ by is noise. Where a process has laid a way's memory makes it
-some per cent faster or slower for as long as the process lives, so each of several launches sets up the ways
-in another order. CPU seconds of rank 0 depend less on what else the machine does. accelerate and Lightning
-are left out where they are not installed (`pip install -e '.[interop]'`).
+The same ResNet-20, data in memory, global batch and optimizer, on two ranks over gloo on the CPU. Each way is
+a program of its own, and they take turns of some steps, round after round; a ratio is the median of the
+rounds'. The bare loop runs twice: what the two differ by is noise. Where a process has laid its memory makes
+it some per cent faster or slower for as long as it lives, so there are several launches. CPU seconds of rank
+0 depend less on what else the machine does. accelerate and Lightning are left out where they are not
+installed (`pip install -e '.[interop]'`).
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from . import machine
 from .commands import CHILDREN, PYTHON
 from .markdown import table
-from .own_program import parsed, parser_of, run, show
+from .own_program import parsed, parser_of, show
 
 CHILD = CHILDREN / "training_turns.py"
 NAMES = {
     "bare": "a bare loop",
     "again": "the same loop again (noise)",
-    "exact": "the same loop, exact where tokens are left out",
     "accelerate": "accelerate",
     "fabric": "Lightning Fabric",
     "ours": "train/main.py",
@@ -42,7 +45,10 @@ SHARDED = {
     "fully_shard_buffers": "the same loop, with rank 0's buffers as under DDP",
     "ours_shard": "train/main.py --shard",
 }
+LABELS = {**NAMES, **SHARDED, "exact": "the same loop, exact where tokens are left out"}
 Seconds = dict[str, list[tuple[float, float]]]
+
+STARTS = 120.0  # seconds in which a rank has to have started
 
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning"}
 
@@ -60,12 +66,16 @@ def measure(
     """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round."""
     seconds: Seconds = {way: [] for way in ways}
     for launch in range(launches):
-        shift = launch % len(ways)
         inner = folder / str(launch)
         inner.mkdir()
-        of_launch = _launch(inner, [*ways[shift:], *ways[:shift]], ranks, (rounds, steps, batch))
-        for way in ways:
-            seconds[way] += of_launch[way]
+        with _launched(inner, ways, ranks, steps, batch) as programs:
+            for round_ in range(rounds + 1):
+                shift = round_ % len(ways)
+                for way in (*ways[shift:], *ways[:shift]):  # none is always first
+                    took = _take_turn(way, programs[way])
+                    if round_:  # the first one imports, and settles buckets and memory
+                        seconds[way].append(took)
+                print(f"launch {launch + 1}, round {round_} of {rounds}", file=sys.stderr, flush=True)
     return seconds
 
 
@@ -76,11 +86,46 @@ def nccl(ranks: int) -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
 
 
-def _launch(folder: Path, ways: list[str], ranks: int, counts: tuple[int, int, int]) -> Seconds:
-    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, CHILD]
-    run(*launcher, folder, *counts, *ways, OMP_NUM_THREADS="1")
-    seconds: Seconds = json.loads((folder / "seconds.json").read_text())
-    return seconds
+@contextlib.contextmanager
+def _launched(
+    folder: Path, ways: Sequence[str], ranks: int, steps: int, batch: int
+) -> Iterator[dict[str, list[TextIO]]]:
+    """Start every way; yield a connection to each of its ranks, rank 0's first. It ends them afterwards."""
+    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), CHILD]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    programs: dict[str, list[TextIO]] = {}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(STARTS)
+        for way in ways:
+            command = [*launcher, str(server.getsockname()[1]), str(steps), str(batch), folder, way]
+            started = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+            stack.callback(_end, started)
+            found: dict[int, TextIO] = {}
+            while len(found) < ranks:
+                lines = stack.enter_context(server.accept()[0].makefile("rw"))
+                found[int(lines.readline())] = lines
+            programs[way] = [found[rank] for rank in range(ranks)]
+        yield programs
+
+
+def _end(started: subprocess.Popen[bytes]) -> None:
+    """Wait for a program whose ranks have no more turns; end one that does not end."""
+    try:
+        started.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        started.terminate()
+        started.wait()
+
+
+def _take_turn(way: str, ranks: list[TextIO]) -> tuple[float, float]:
+    """Let the ranks of a way take their steps; return rank 0's seconds, and those of its processor."""
+    for lines in ranks:
+        print("go", file=lines, flush=True)
+    took = ranks[0].readline().split()
+    if not took:
+        raise SystemExit(f"error: {LABELS.get(way, way)} ended, and said above why")
+    return float(took[0]), float(took[1])
 
 
 def ratio(seconds: Seconds, way: str, *, cpu: bool = False) -> float:
@@ -108,7 +153,7 @@ def as_markdown(seconds: Seconds, steps: int) -> str:
 
 
 def _named(way: str) -> str:
-    name = {**NAMES, **SHARDED}[way]
+    name = LABELS[way]
     try:
         return f"{name} {version(NEEDS[way])}" if way in NEEDS else name
     except PackageNotFoundError:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import batchnorm, saving, training
+from benchmarks import batchnorm, saving, tokens, training
 from benchmarks.case import Run
 from benchmarks.children import batchnorm_steps, gather_rows
 from benchmarks.children.digits_by_class import shards
@@ -108,6 +108,11 @@ def test_the_ways_of_saving_take_turns(tmp_path: Path) -> None:
     found = saving.measure(tmp_path, megabytes=2, rounds=2, steps=1, batch=2)
     assert 1.9e6 < found["bytes"] < 2.3e6
     assert {len(seconds) for part in ("blocked", "whole") for seconds in found[part].values()} == {2}
+
+
+def test_each_loop_that_is_offered_is_one_that_can_be_run() -> None:
+    known = training.CHILD.read_text()
+    assert all(f'"{way}": ' in known for way in [*training.NAMES, *training.SHARDED, *tokens.NAMES.values()])
 
 
 @pytest.mark.long
