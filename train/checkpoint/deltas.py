@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import IO, NamedTuple
 
 from ckpttool import formats
+from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.checkpoint.checksums import Checksums
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.files.copying import Output
@@ -25,6 +26,7 @@ from ckpttool.formats.delta.reading import Link, joined
 from ckpttool.formats.delta.writing import delta
 from ckpttool.formats.pytorch import zip as torch_zip
 from ckpttool.formats.reading import open_alone
+from ckpttool.models.diagnosis.script_lines import command_line
 from train.checkpoint.files import DELTA, NUMBERED, is_taken, number_of, numbered
 
 HEAD = 9  # bytes that tell a file of tensors from others
@@ -152,10 +154,21 @@ def as_torch_reads(path: str) -> Iterator[str | IO[bytes]]:
     folder = os.path.dirname(path) or "."  # it has room for a checkpoint, which /tmp may not have
     if not os.access(folder, os.W_OK):
         folder = tempfile.gettempdir()
-    with formats.open(path) as made, tempfile.TemporaryFile(prefix=".ckpttool-", dir=folder) as file:
+    with _opened(path) as made, tempfile.TemporaryFile(prefix=".ckpttool-", dir=folder) as file:
         with Checksums(made, made.storages()) as checksums, naming(folder):
             with Output(file) as output:
                 torch_zip.write(made, output, path)
             checksums.finish()
         file.seek(0)
         yield file
+
+
+def _opened(path: str) -> Checkpoint:
+    try:
+        return formats.open(path)
+    except Unreadable as fault:
+        if not fault.hint or "BASE+" not in fault.hint:
+            raise
+        # Which commands take, and --resume does not.
+        whole = command_line(["ckpttool", "apply", "BASE", fault.path, "WHOLE.pt"])
+        raise Unreadable(fault.path, fault.reason, hint=f"put it there, or go on from: {whole}") from fault

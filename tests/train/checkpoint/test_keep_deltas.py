@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.errors import Damaged, UsageFault
+from ckpttool.errors import Damaged, Unreadable, UsageFault
 from ckpttool.formats.delta import compression
 from tests.ranks import runs, trainings
 from tests.ranks.programs import start
@@ -163,8 +163,10 @@ def test_a_damaged_delta_costs_the_steps_up_to_the_next_whole_one_and_is_named(r
 
 def test_a_lost_base_is_named(run):
     (run / numbered(4)).unlink()
-    with pytest.raises(Exception, match=r"'step-000004.pt', does not lie beside it"):
-        read(str(run / numbered(5, ending=DELTA)))
+    path = run / numbered(5, ending=DELTA)
+    with pytest.raises(Unreadable, match=r"'step-000004.pt', does not lie beside it") as raised:
+        read(str(path))
+    assert raised.value.hint == f"put it there, or go on from: ckpttool apply BASE {path} WHOLE.pt"
 
 
 def test_the_delta_of_the_newest_stands_in_for_its_damaged_whole_file(run_ranks, run, runs_of_two):
