@@ -114,12 +114,17 @@ def _add(settings: Settings, key: str, value: Any, flags: Flags, meant: Callable
         raise UsageFault(f"{key}: no such setting", hint=f"did you mean {suggested}?" if suggested else known)
     if action.dest in (*SOURCES, "help"):
         raise UsageFault(f"{key}: belongs on the command line")
+    if action.nargs != "?" and isinstance(value, bool) != (action.nargs == 0):
+        what = "takes a value, not" if isinstance(value, bool) else "is true or false, not"
+        raise UsageFault(f"{key}: {what} {text(value)[:80]}")
     if isinstance(value, bool):
         # In both cases: then it is known that the flag takes no value.
         arguments.append(flag)
         settings.off.extend([action.dest] * (not value))
     elif isinstance(value, list) and (isinstance(action, argparse._AppendAction) or action.nargs == 2):
         words = [_word(key, each) for each in value]
+        if action.nargs == 2 and len(words) != 2:  # others would be read as flags
+            raise UsageFault(f"{key}: takes 2 values, not {len(words)}")
         arguments += [flag, *words] if action.nargs == 2 else [f"{flag}={word}" for word in words]
     else:
         each = value if isinstance(value, list) else [value]
