@@ -56,10 +56,7 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED = (
-    *("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch"),
-    *("mean", "std", "resize"),
-)
+SAVED = tuple("model data test_data block_size data_root task eval_batch mean std resize".split())
 WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
 
