@@ -73,9 +73,14 @@ def pool_states(
     from_first = _check_same(checkpoints, states, of_batchnorm, tuple(keep_first))
     new: dict[str, TensorRef] = {}
     odd: list[str] = []
+    made: dict[tuple[object, str], TensorRef] = {}  # so that layers that are tied on all ranks stay tied
     for layer in layers:
         given = _counts_of(layer, counts), fits(layer, averaged), momentum
-        new |= _pooled_layer(checkpoints, states, layer, *given, odd)
+        of_layer = _pooled_layer(checkpoints, states, layer, *given, odd)
+        form = _views(states, layer), str(given)
+        new |= {
+            name: made.setdefault((form, name.removeprefix(layer)), each) for name, each in of_layer.items()
+        }
     if not new:
         reason = f"{first.path}: all {len(checkpoints)} files hold the same statistics"
         raise NothingToDo(reason, hint="they were synchronised or pooled already: take any one of them")
@@ -206,6 +211,12 @@ def _pooled_layer(
     return {
         name: _tensor(path, name, states[0].tensors[name], values, origins) for name, values in new.items()
     }
+
+
+def _views(states: Sequence[State], layer: str) -> tuple[object, ...]:
+    """Return a key that two layers share which are tied on all ranks."""
+    names = [key(layer, name) for name in (MEAN, VARIANCE, COUNTER)]
+    return tuple(state.tensors[name].view for state in states for name in names if name in state.tensors)
 
 
 def _odd(names: Mapping[str, str], read: Mapping[str, list[Any]], files: Sequence[Checkpoint]) -> list[str]:

@@ -288,6 +288,19 @@ def test_statistics_that_are_no_numbers_are_named_and_a_negative_variance_is_ref
         pool_files(paths, {"*": [10**400, 2]})
 
 
+def test_layers_that_are_tied_stay_tied(tmp_path: Path) -> None:
+    paths = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        mean, variance, other = torch.full((2,), float(rank)), torch.ones(2), torch.full((2,), float(rank))
+        state = {
+            f"{n}.running_{end}": each for n in "ab" for end, each in (("mean", mean), ("var", variance))
+        }
+        torch.save({"model": {**state, "c.running_mean": other, "c.running_var": variance}}, path)
+    pool_files(paths)
+    ties = ckpttool.inspect(tmp_path / "pooled.pt").ties
+    assert ties == (("a.running_mean", "b.running_mean"), ("a.running_var", "b.running_var"))
+
+
 def test_a_rank_without_samples_does_not_lower_the_counter(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, (0, 5))
     after, _ = pool_files(paths, {"*": [0, 180]})
