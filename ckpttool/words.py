@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+LONGEST = 300  # characters of a name in a message
+
 
 def printable(text: str) -> str:
     """Return `text` with control characters and lone surrogates escaped, fit to be shown."""
@@ -27,9 +29,14 @@ def counted(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or f'{one}s'}"
 
 
+def in_short(name: str) -> str:
+    """Return a name, or its beginning where it is longer than a few lines of a terminal."""
+    return name if len(name) <= LONGEST else f"{name[:LONGEST]}…"
+
+
 def first_few(names: Sequence[object], most: int = 4) -> str:
     """Join the first `most` names, and say how many more there are."""
-    shown = ", ".join(map(str, names[:most]))
+    shown = ", ".join(in_short(str(name)) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -40,7 +47,7 @@ def show_names(names: Sequence[str], most: int = 4) -> str:
 
 def first_key(keys: Iterable[object]) -> str:
     """Return a hint that names the first of the keys, or says that there is none."""
-    return next((f"the first key is '{key}'" for key in keys), "it holds no tensor")
+    return next((f"the first key is '{in_short(str(key))}'" for key in keys), "it holds no tensor")
 
 
 def number(value: float | int, digits: int = 3) -> str:

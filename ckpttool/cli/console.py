@@ -78,7 +78,7 @@ class Console:
 
     def names(self, names: Sequence[str]) -> str:
         """Join the first few names, or with -v all of them."""
-        return show_names(names, len(names) if self.verbose else 4)
+        return ", ".join(map(printable, names)) if self.verbose else show_names(names)
 
     def note_names(self, said: str, names: Sequence[str]) -> None:
         """Note names, if there are any, after what is said of them."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from .. import system
 from ..errors import Collision, UsageFault
+from ..words import in_short
 
 KEY_SECONDS: float = 2  # of one expression on one key
 TICK = 0.25
@@ -142,7 +143,10 @@ def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> R
     owners: dict[str, str] = {}  # new name -> old name
     for old, new in zip(olds, news, strict=True):
         if new in owners:
-            raise Collision(f"'{owners[new]}' and '{old}' would both be named '{new}'", hint=hints.same)
+            raise Collision(
+                f"'{in_short(owners[new])}' and '{in_short(old)}' would both be named '{in_short(new)}'",
+                hint=hints.same,
+            )
         if not new:
             raise Collision(f"'{old}' would be left without a name", hint=hints.none)
         if hints.dots and new != old and _has_empty_part(new) and not _has_empty_part(old):

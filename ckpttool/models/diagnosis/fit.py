@@ -16,7 +16,7 @@ from ...checkpoint.state import State
 from ...checkpoint.states import COUNTER
 from ...tensors.ref import TensorRef
 from ...transforms.conforming.modules import Place, places_of
-from ...words import counted
+from ...words import counted, in_short
 from .blocks import unequal_counts
 from .script_lines import command_line
 
@@ -130,7 +130,9 @@ class Fit:
 
 def shortened(names: tuple[str, ...]) -> str:
     """Return the first few names, and how many more there are."""
-    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(map(in_short, names[:SHOWN])) + (
+        f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )
 
 
 def compare(state: State, blueprint: Blueprint) -> Fit:

@@ -267,3 +267,11 @@ def test_a_prefix_without_a_dot_is_noted(cli: Any) -> None:
     said = "the prefix ends in no dot, so keys are like 'modelemb.weight'; with a dot: --prefix model.\n"
     assert (ran.code, ran.err) == (0, said)
     assert cli("add-prefix in.pt out.pt --force").err == ""
+
+
+def test_a_very_long_name_is_cut_in_messages_and_whole_with_v(cli: Any) -> None:
+    torch.save({"n" * 10_000: torch.ones(1), "a": torch.ones(1)}, "long.pt")
+    ran = cli("rename-keys long.pt out.pt --map ^a$=b")
+    assert f"kept as they were: {'n' * 300}…\n" in ran.err
+    assert "n" * 10_000 in cli("rename-keys long.pt out.pt --map ^a$=b --force -v").err
+    assert len(cli("rename-keys long.pt out.pt --map .+=same").err) < 1000
