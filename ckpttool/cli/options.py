@@ -136,7 +136,7 @@ def part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str,
 
 def argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
     """Return an argument that names an input, `-` for stdin."""
-    settings = {"type": click.Path(allow_dash=True), "callback": note_inputs, **settings}
+    settings = {"type": click.Path(allow_dash=True, readable=False), "callback": note_inputs, **settings}
     return click.argument(name, metavar=metavar, **settings)
 
 

@@ -84,7 +84,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
     "inputs",
     metavar="BASE DELTA… OUTPUT",
     nargs=-1,
-    type=click.Path(allow_dash=True),
+    type=click.Path(allow_dash=True, readable=False),
     callback=options.part_output,
 )
 @options.to_option

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,16 @@ def test_digests_of_several_files_are_lines_as_sha256sum_prints_them(cli: Any) -
     lines = [line.split("  ") for line in cli("digest a.pt b.pt a.pt").out.splitlines()]
     assert [name for _, name in lines] == ["a.pt", "b.pt", "a.pt"]
     assert lines[0][0] == lines[2][0] != lines[1][0]
+
+
+def test_whether_a_file_can_be_read_is_told_by_reading_it(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that can't be read is no wrong use of a command: 3, not click's 2, which asks access() alone."""
+    torch.save({"w": torch.ones(2)}, "a.pt")
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    for words in (
+        ["verify", "a.pt"],
+        ["diff", "a.pt", "a.pt"],
+        ["convert", "a.pt", "new.pt"],
+        ["scan", "a.pt"],
+    ):
+        assert cli(*words).code == 0
