@@ -27,6 +27,25 @@ class Smooth(Optimizer):
                 parameter.add_(state["average"], alpha=-group["lr"] / state["steps"] ** 0.5)
 
 
+class InGroups(Optimizer):
+    """Keeps averages in its groups, and has a `zero_grad` of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            averages = group.setdefault("averages", [torch.zeros_like(each) for each in group["params"]])
+            torch._foreach_lerp_(averages, [each.grad for each in group["params"]], 0.5)
+            torch._foreach_add_(group["params"], averages, alpha=-group["lr"])
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
 def halved(steps: int, warmup: int) -> Callable[[int], float]:
     """Return a schedule that halves the learning rate in the middle."""
     return lambda step: min(1.0, (step + 1) / max(1, warmup)) * (1.0 if 2 * step < steps else 0.5)

@@ -162,3 +162,4 @@ def _step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
             if parameter.requires_grad:
                 parameter.grad = torch.randn_like(parameter) / 100
         optimizer.step()
+        optimizer.zero_grad()

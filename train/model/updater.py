@@ -23,8 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from ckpttool.distributed import collectives
-from ckpttool.distributed.divided import part_like
+from ckpttool.distributed import collectives, divided
 from ckpttool.errors import CheckFailed, UsageFault
 from train.config.training import TrainConfig, fields
 from train.model import optimizer as optimizers
@@ -113,7 +112,7 @@ class Ema:
         for name, average in self._averages.items():
             if saved[name].shape != average.shape:
                 raise ValueError(f"the average of {name} has the shape {list(saved[name].shape)}")
-            average.copy_(part_like(saved[name], average))
+            average.copy_(divided.part_like(saved[name], average))
         self.updates = state["updates"]
 
     def _values(self) -> dict[str, Tensor]:
@@ -238,6 +237,7 @@ class Updater:
         self.optimizer = optimizers.build_optimizer(config, bare, "module.")
         self.scheduler = schedule.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
         self.ema = Ema(model, config.ema) if config.ema else None
+        self._has_stepped = False
 
     @property
     def lr(self) -> float:
@@ -260,8 +260,26 @@ class Updater:
             self.scheduler.step()
             if self.ema:
                 self.ema.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.config.shard and not self._has_stepped:
+            collectives.report_once(self._require_state_of_parameters)
+        self._has_stepped = True
+        self.clear_gradients()
         return lr, norm
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad()  # a user's own may take no set_to_none
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
+    def _require_state_of_parameters(self) -> None:
+        """Raise UsageFault for divided tensors in a group: no resume would know how to divide them again."""
+        for group in self.optimizer.param_groups:
+            for name, value in group.items():
+                if name != "params" and divided.holds_parts(value):
+                    what = f"--shard: a group of --optimizer {self.config.optimizer} keeps '{name}', in parts"
+                    raise UsageFault(
+                        f"{what} of the ranks", hint="keep what is of a parameter in state[p][name]"
+                    )
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it. A collective.

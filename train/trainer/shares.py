@@ -70,7 +70,7 @@ def measure(trainer: Trainer) -> Speed:
     with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():
         passes = _pass(trainer, indices), _pass(trainer, indices[:few])
         load, whole, part = _seconds(lambda: batch_of(feed.samples, feed.collation, indices), *passes)
-    trainer.updater.optimizer.zero_grad(set_to_none=True)
+    trainer.updater.clear_gradients()
     most = whole / len(indices)
     per_sample = min((whole - part) / (len(indices) - few), most) if len(indices) > few else most
     if per_sample <= 0:  # the clock is too coarse, or the passes too short

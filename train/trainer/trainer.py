@@ -218,7 +218,7 @@ class Trainer:
         if self.statistics:
             self.statistics.end_step()
         if not counted:
-            self.updater.optimizer.zero_grad(set_to_none=True)
+            self.updater.clear_gradients()
             self.progress.uncounted += 1
             self.progress.lr = self.updater.lr
             return None

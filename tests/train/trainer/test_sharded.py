@@ -153,6 +153,20 @@ def test_every_optimizer_that_is_taken_updates_parts_as_wholes(run_ranks, name):
         }
 
 
+def with_own_optimizer(rank: int, size: int, shard: bool) -> Any:
+    own = {"optimizer": "tests.ranks.own_code:InGroups", "momentum": None, "weight_decay": None}
+    settings = {"batch_size": 20, "lr": 0.1, "shard": shard, "decay_norms": False, **own}
+    trainer = trainings.trainer(rank, size, data(20), trainings.seeded(Tower), **settings)
+    return trainings.error_of(lambda: trainings.finish_epoch(trainer))
+
+
+def test_tensors_of_a_users_optimizer_that_no_resume_could_divide_again_are_refused(run_ranks):
+    first, second = run_ranks(2, with_own_optimizer, True)
+    assert first[0] == "UsageFault" and "InGroups keeps 'averages', in parts of the ranks" in first[1]
+    assert second[0] == "RankFailed" and "rank 0 failed" in second[1]
+    assert run_ranks(2, with_own_optimizer, False) == [None, None]
+
+
 def scaled_steps(rank: int, size: int) -> Any:
     """Three steps with the scaler of float16, where one number of one rank is infinite in the second."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (size,))
