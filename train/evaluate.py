@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED = tuple("model data test_data block_size data_root task eval_batch mean std resize".split())
+SAVED = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch", "mean", "std",
+         "resize")  # fmt: skip
 WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
 

@@ -1,15 +1,4 @@
-"""What changes the weights by their gradients: precision, optimizer, schedule and average. Imports torch.
-
-With `--amp` the forward pass of a training step alone is computed in lower precision. Weights, gradients, the
-optimizer and the evaluation keep the model's own dtype, so a score is that of the saved file.
-
-float16 has few exponents, so small gradients would become 0. The loss is multiplied by a scale, and gradients
-are divided by it (Micikevicius et al. 2018, arXiv 1710.03740; `torch.amp.GradScaler`). A step whose gradients
-are infinite or NaN is skipped, and the scale is halved. Gradients are summed over ranks before that, so all
-ranks skip the same steps. A skipped step has used its samples and counts as a step of the plan, but changes
-nothing: not the weights, nor their average (`--ema`), nor the learning rate, as torch wants the scheduler
-called after an optimizer's step. So `scheduler.last_epoch + skipped` is the number of steps.
-"""
+"""What changes the weights by their gradients: optimizer, schedule and average. Imports torch."""
 
 from __future__ import annotations
 
@@ -21,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.optim import Optimizer
 
-from ckpttool.distributed import collectives, divided
-from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.distributed import collectives
+from ckpttool.distributed.divided import part_like
 from train.config.training import TrainConfig, fields
 from train.model import optimizer as optimizers
 from train.model import optimizer_state, schedule
 from train.model.groups import require_same
+from train.model.precision import Precision
 
 Tensor = torch.Tensor
 
@@ -112,7 +101,7 @@ class Ema:
         for name, average in self._averages.items():
             if saved[name].shape != average.shape:
                 raise ValueError(f"the average of {name} has the shape {list(saved[name].shape)}")
-            average.copy_(divided.part_like(saved[name], average))
+            average.copy_(part_like(saved[name], average))
         self.updates = state["updates"]
 
     def _values(self) -> dict[str, Tensor]:
@@ -138,86 +127,13 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         value.copy_(source[name])
 
 
-# ---- precision and steps -----------------------------------------------------------------------------
+# ---- steps ------------------------------------------------------------------------------------------
 
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-# Scaling has found no finite gradient on the way here from 65536, so it is not the range that is missing.
-SMALLEST_SCALE = 2.0**-10
 
 # What a group says of this machine and of the flags, and settings that `--change` lets differ. Others stay as
 # they were saved: a user's own optimizer may change them from step to step.
 ALWAYS = {"fused", "rule"}
 OF_GROUPS = {"momentum", "weight_decay", "nesterov", "betas", "eps"}
-
-
-def check_precision(kind: str, device: torch.device, model: nn.Module) -> None:
-    """Refuse `--amp fp16` on a CPU, and for a model with a parameter that is complex or float16."""
-    if kind != "fp16":
-        return
-    if device.type == "cpu":
-        raise UsageFault("--amp fp16: works only on a GPU", hint="give --amp bf16, or leave it out")
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            what = f"--amp fp16: parameter {name} is {dtype}, whose gradients can't be scaled"
-            hint = "give --amp bf16" if parameter.is_complex() else "keep the model's weights in float32"
-            raise UsageFault(what, hint=hint)
-
-
-class Precision:
-    """The precision of training, with the state of its scaling. `none` changes nothing.
-
-        with precision.autocast():
-            loss = ...
-        precision.scale(loss).backward()     # any number of times
-        precision.unscale(optimizer)         # then clip
-        if precision.step(optimizer):        # False: skipped
-            scheduler.step()
-
-    Attributes:
-        skipped: steps that were skipped since the beginning.
-    """
-
-    def __init__(self, kind: str, device: torch.device) -> None:
-        self.dtype, self.device = DTYPES.get(kind), device
-        self.skipped = 0
-        self._scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = self._scaler.scale(loss)
-        return scaled
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale: once in a step, after they were summed over ranks."""
-        self._scaler.unscale_(optimizer)
-
-    def step(self, optimizer: Optimizer) -> bool:
-        """Take the optimizer's step unless scaled gradients are not finite; return whether it was taken."""
-        before = self._scaler.get_scale()
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        after = self._scaler.get_scale()
-        if after >= before:
-            return True
-        self.skipped += 1
-        if after < SMALLEST_SCALE:
-            what = f"--amp fp16: gradients are infinite or NaN even if the loss is multiplied by {before:.2g}"
-            raise CheckFailed(what, hint="give a smaller --lr, --warmup, --clip-norm, or --amp bf16")
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._scaler.state_dict(), "skipped": self.skipped} if self._scaler.is_enabled() else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped = state.get("skipped", 0)
-        self._scaler.load_state_dict(state)
 
 
 class Updater:
@@ -261,7 +177,8 @@ class Updater:
             if self.ema:
                 self.ema.update()
         if self.config.shard and not self._has_stepped:
-            collectives.report_once(self._require_state_of_parameters)
+            who = f"--shard: a group of --optimizer {self.config.optimizer}"
+            collectives.report_once(lambda: optimizer_state.require_of_parameters(self.optimizer, who))
         self._has_stepped = True
         self.clear_gradients()
         return lr, norm
@@ -270,16 +187,6 @@ class Updater:
         self.optimizer.zero_grad()  # a user's own may take no set_to_none
         for _, parameter in self.parameters:
             parameter.grad = None
-
-    def _require_state_of_parameters(self) -> None:
-        """Raise UsageFault for divided tensors in a group: no resume would know how to divide them again."""
-        for group in self.optimizer.param_groups:
-            for name, value in group.items():
-                if name != "params" and divided.holds_parts(value):
-                    what = f"--shard: a group of --optimizer {self.config.optimizer} keeps '{name}', in parts"
-                    raise UsageFault(
-                        f"{what} of the ranks", hint="keep what is of a parameter in state[p][name]"
-                    )
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it. A collective.

@@ -21,7 +21,7 @@ from train.data.batches import Undamaged
 from train.data.data_set import Data
 from train.data.samples import count
 from train.data.stream import Stream
-from train.model import optimizer, schedule, sharding, updater, wrapping
+from train.model import optimizer, precision, schedule, sharding, wrapping
 from train.tasks.task import Task
 from train.trainer import virtual_ranks
 from train.trainer.feed import SEEDS
@@ -58,7 +58,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     if config.keep_deltas and not compression.is_there():
         what = f"--keep-deltas {config.keep_deltas}: deltas are packed by zstd, which is not installed"
         raise UsageFault(what, hint=f"{install('delta')}, or use Python 3.14")
-    updater.check_precision(config.amp, place.device, model)
+    precision.check(config.amp, place.device, model)
     virtual_ranks.check(config, model)
     optimizer.check(config, model)
     sharding.check(config, model)

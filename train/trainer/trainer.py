@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -129,9 +129,9 @@ class Trainer:
         with self.not_compiled(), self.updater.precision.autocast(), self.used.paused():
             run_dummy_pass(self.ddp, self.dummy_batch, forward, together=together)
 
-    def not_compiled(self) -> contextlib.AbstractContextManager[Any]:
+    def not_compiled(self) -> AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
-        return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
+        return wrapping.not_compiled() if self.config.compile else nullcontext()
 
     def depends_on_passes(self, *, shares: bool = False) -> str:
         """Return why another `--accumulate` would be another training; "" if it would be the same.
@@ -167,21 +167,16 @@ class Trainer:
         own = torch.cat([count, others.to(count.device, non_blocking=True)])
         self._count_sum = collectives.begin_total(own)
 
-    def backward_of(
-        self, loss: torch.Tensor, count: float | torch.Tensor
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward pass: where nothing counts, the gradient of a mean is NaN.
-
-        CheckFailed for a loss that depends on no parameter: torch's own error does not say in which step.
-        """
-        if not loss.requires_grad:
+    def backward_of(self, loss: torch.Tensor, count: float | torch.Tensor) -> AbstractContextManager[None]:
+        """Return the context of a backward pass: where nothing counts, the gradient of a mean is NaN."""
+        if not loss.requires_grad:  # torch's own error does not say in which step
             where = f"in step {self.progress.global_step + 1} the loss of rank {self.place.rank}"
             what = f"{where} does not depend on the parameters of --model {self.config.model}"
             raise CheckFailed(f"--task {self.task.name}: {what}", hint=NO_GRADIENT)
         # A count that lies on the GPU is waited for only where the loss is such a mean.
         is_near = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
         nothing = (is_near or isinstance(self.task, ModelLoss)) and not count
-        return gradients_zeroed(self.ddp) if nothing else contextlib.nullcontext()
+        return gradients_zeroed(self.ddp) if nothing else nullcontext()
 
     def average_over_count(self, step: Step, sums: Sums) -> tuple[Step, bool]:
         """Make the reduced gradients those of the mean over all that the ranks counted.
@@ -222,8 +217,7 @@ class Trainer:
             self.progress.uncounted += 1
             self.progress.lr = self.updater.lr
             return None
-        measured = self.log.due(self.progress.global_step + 1)
-        self.progress.lr, norm = self.updater.step(measured=measured)
+        self.progress.lr, norm = self.updater.step(measured=self.log.due(self.progress.global_step + 1))
         return norm
 
     def end_step(self, step: Step, sums: Sums, norm: torch.Tensor | None) -> None:
@@ -284,12 +278,12 @@ class Trainer:
         self.recorder.evaluation(scores[OWN].score() | ({"tests": others} if others else {}))
         return scores
 
-    @contextlib.contextmanager
+    @contextmanager
     def as_scored(self) -> Iterator[None]:
         """Let the model be as it is scored: rank 0's buffers, the averages of `--ema`. A collective."""
         ema = self.updater.ema
         self.share_buffers()
-        with ema.swapped() if ema else contextlib.nullcontext():
+        with ema.swapped() if ema else nullcontext():
             yield
 
     def share_buffers(self) -> None:

@@ -16,7 +16,7 @@ from ckpttool.errors import CkptToolError
 from tests.ranks import runs, trainings
 from train.config import command_line
 from train.model import sharding
-from train.model.updater import Precision
+from train.model.precision import Precision
 
 SETTINGS: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
 
