@@ -44,6 +44,12 @@ def _strip(kind: str, message: str, prefix: str, *flags: str, drop: Iterable[str
     )
 
 
+def separators(case: Case) -> Iterator[Remedy]:
+    """Put dots for the slashes with which trees of JAX and TensorFlow join names."""
+    if count := sum("/" in name for name in case.fit.unexpected):
+        yield _rename("names", f"{count} keys have '/' where the model has '.'", [("/", ".")])
+
+
 def renumbered(case: Case) -> Iterator[Remedy]:
     """Renumber layers, all of which the model counts from another number on."""
     theirs, ours = numbers(case.state.tensors), numbers(case.blueprint.places)

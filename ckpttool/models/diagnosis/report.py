@@ -20,7 +20,7 @@ from ...remote.urls import is_url
 from ...tensors.ref import Storage, TensorRef
 from ...transforms.optimizer.rekey import to_indices
 from ...transforms.optimizer.slots import OrderCheck, mismatched_order
-from .fit import Aim, Case, Fit, Rebuild, Treatment, not_plain, shortened, unfixable
+from .fit import Aim, Case, Fit, Rebuild, Treatment, is_same_architecture, not_plain, shortened, unfixable
 from .script_lines import command_line
 from .value_remedies import is_packed, tied_apart
 
@@ -220,7 +220,8 @@ class Report:
         elif case.state.where and not self.problems:
             message = f"the state is under '{case.state.where}', and load_state_dict wants only that"
             yield self._remark("nested", message, "slim")
-        if added := self.treatment.case.fit.added:
+        added = self.treatment.case.fit.added
+        if added and is_same_architecture(self.treatment.case):  # else the file may have them by other names
             message = (
                 f"the file lacks {len(added)} counters of BatchNorm ({shortened(added)}), which torch adds"
             )

@@ -31,6 +31,7 @@ FINDERS: tuple[Finder, ...] = (
     value_remedies.complex_parts,
     name_remedies.wrappers,
     name_remedies.wrappers_inside,
+    name_remedies.separators,
     dialects.mapped,
     name_remedies.renumbered,
     name_remedies.prefixes,

@@ -176,6 +176,10 @@ def layer_norm(model: nn.Module) -> dict[str, Any]:
     return {new.get(name, name): tensor for name, tensor in model.state_dict().items()}
 
 
+def slashed(model: nn.Module) -> dict[str, Any]:
+    return {name.replace(".", "/"): tensor for name, tensor in model.state_dict().items()}
+
+
 def in_pairs(model: Any) -> dict[str, Any]:
     return {"phase.real": model.phase.real.clone(), "phase.imag": model.phase.imag.clone()}
 
@@ -251,6 +255,7 @@ WAYS = {
         lambda m: m.state_dict() | {"total_ops": torch.zeros(1), "conv.total_ops": torch.zeros(1)}, "extra"
     ),
     "an epoch among the tensors": Way(lambda m: {**m.state_dict(), "epoch": 3}, "extra"),
+    "slashes for dots": Way(slashed, "names"),
     "layers by number": Way(state_of, "names names", "named", "numbered", same=None),
     "momentum of other shapes": Way(with_momentum, "optimizer-order", model="head_first", same=None),
     "momentum of another layer": Way(swapped, "optimizer-order", "second_first", "first_second", same=None),
@@ -450,6 +455,7 @@ def test_a_misfit_that_no_command_fixes_is_described(what: str, cli: Cli, tmp_pa
     assert problem["kind"] == kind
     assert words in problem["message"]
     assert "command" not in problem
+    assert what != "another architecture" or [problem] == found.json["problems"]
     assert "# no command can fix that" in cli("doctor", tmp_path / "f.pt", "--model", spec(model)).out
 
 
