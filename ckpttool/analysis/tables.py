@@ -17,7 +17,7 @@ from ..errors import CkptToolError
 from ..files.pieces import Progress
 from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
-from ..formats.roots import checkpoints_below, step_in
+from ..formats.roots import checkpoints_below, lacking_parts, step_in
 from ..inert_pickle.values import Record, walk
 from ..remote.places import is_folder, nbytes_of
 from ..tensors.cast import FLOATS, carrier, reader
@@ -237,6 +237,8 @@ def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
                 problem = "it holds one rank's pieces of tensors"
             elif not is_folder(path) and (piece := piece_of(path)) and piece.others:
                 problem = f"it is {piece.what}"
+            else:
+                problem = problem or lacking_parts(checkpoint)
             stated = step if step is not None else ranks.step if ranks else _step_of(checkpoint.tree)
             trained = any(map(is_optimizer, walk(checkpoint.tree))) or (None if is_folder(path) else False)
             return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem, trained)

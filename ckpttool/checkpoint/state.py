@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import ItemsView, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Collision
+from ..errors import Collision, NoState
 from ..inert_pickle.values import OrderedDict_, Record, remade
 from ..lazy import needing_torch, shown_by
 from ..remote import reads
@@ -201,3 +202,12 @@ def parts_beside(tree: object) -> Mapping[str, Any] | None:
         return None
     is_name = folder == os.path.basename(folder) and folder not in ("", ".", "..")
     return parts if is_name and isinstance(parts.get("files"), dict) else None
+
+
+def elsewhere(path: str, tree: object) -> NoState | None:
+    """Return the error for a file whose tensors `--save-parts` wrote beside it; None for any other."""
+    if (parts := parts_beside(tree)) is None:
+        return None
+    there = os.path.join(os.path.dirname(path), parts["folder"])
+    reason = f"holds no tensors: they are in {parts['folder']}, beside it"
+    return NoState(path, reason, hint=f"name that: {shlex.quote(there)}")

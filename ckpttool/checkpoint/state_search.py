@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from . import dotted_names, states
 from .dotted_names import Entry, Path, contents, dotted, follow, is_tensor
 from .pickled_modules import BadModules, is_module, named
 from .special_tensors import placeholders
-from .state import State, make_state, part, parts_beside
+from .state import State, elsewhere, make_state, part
 from .states import Likelihood
 
 
@@ -91,10 +90,8 @@ class StateSearch:
         """Return the one state that is likelier than all others."""
         ranked = self._ranked()
         if not ranked:
-            if parts := parts_beside(self.tree):
-                there = os.path.join(os.path.dirname(self.path), parts["folder"])
-                reason = f"holds no tensors: they are in {parts['folder']}, beside it"
-                raise NoState(self.path, reason, hint=f"name that: {shlex.quote(there)}")
+            if error := elsewhere(self.path, self.tree):
+                raise error
             reason = "holds no dict of tensors by name, so no model's state"
             for path, value in self.named(contents):
                 if (key := _key_that_is_no_name(value)) is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.ranks import HINT, Ranks
+from ..checkpoint.state import elsewhere
 from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
 from ..remote.places import exists, folders_in, is_folder, names_in, open_source_at
@@ -79,6 +80,8 @@ def read_files(paths: Sequence[str], take: Take = COMPARED) -> Checkpoint:
         return copied
     if name != paths[0] and (joined := shards.without_index(name, map(os.path.basename, paths))):
         return joined
+    if error := next(filter(None, (elsewhere(file.path, file.tree) for file in files)), None):
+        raise error
     hint = "for the mean of checkpoints: ckpttool average; for shards, name their index or folder"
     raise UsageFault(f"{paths[0]}: holds no piece of a tensor that one rank of several wrote", hint=hint)
 

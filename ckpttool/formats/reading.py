@@ -68,9 +68,9 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     Args:
         path: a file of torch, safetensors, GGUF, ONNX or NumPy, whatever its name; the index or the folder
             of a sharded checkpoint; a DCP folder; a folder with a file of each rank, or with one
-            model.safetensors or pytorch_model.bin; `-` is stdin; a delta whose base lies beside it; or
-            `BASE+DELTA…`, a base and the deltas to apply to it. A URL (https, hf, s3, gs, az) does wherever
-            a path does.
+            model.safetensors, pytorch_model.bin or adapter_model.safetensors; `-` is stdin; a delta whose
+            base lies beside it; or `BASE+DELTA…`, a base and the deltas to apply to it. A URL (https, hf, s3,
+            gs, az) does wherever a path does.
 
     Returns:
         The checkpoint, whose files stay open; use it as a context manager, or let it go.

@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.special_tensors import SHARDED
+from ..checkpoint.state import parts_beside
 from ..errors import CkptToolError, SeveralCheckpoints, Unreadable
 from ..files.open_source import CHECKPOINT_ENDINGS, checkpoints_among
-from ..remote.places import identity_of, is_file, is_folder, names_in
+from ..remote.places import exists, identity_of, is_file, is_folder, names_in
 from ..system import join
-from ..words import first_few
+from ..words import first_few, printable
 from .dcp.reading import ENDING, METADATA
 from .deepspeed.files import is_universal, states_in
 from .ranks.dtensor_files import WORLD, rank_in
@@ -150,9 +151,23 @@ def _kind(path: str, open_file: Open) -> str:
         with open_file(path) as checkpoint:
             if any(like.kind in SHARDED for _, like in checkpoint.special_tensors()):
                 return "piece"
-            return "" if checkpoint.ranks and checkpoint.ranks.missing else "whole"
+            lacks = lacking_parts(checkpoint) or (checkpoint.ranks and checkpoint.ranks.missing)
+            return "" if lacks else "whole"
     except CkptToolError:
         return ""
+
+
+def lacking_parts(checkpoint: Checkpoint) -> str:
+    """Return which files of the trainer's `--save-parts` are not beside a checkpoint; "" for none."""
+    if (parts := parts_beside(checkpoint.tree)) is None:
+        return ""
+    folder = join(os.path.dirname(checkpoint.path), parts["folder"])
+    what = f"{printable(parts['folder'])}, which holds its tensors,"
+    if not is_folder(folder):
+        return f"{what} is not beside it"
+    names = sorted(os.path.basename(str(name)) for name in parts["files"])
+    lacking = [printable(name) for name in names if not exists(join(folder, name))]
+    return f"{what} lacks {first_few(lacking)}" if lacking else ""
 
 
 def _unfinished_dcp(folder: str, names: list[str]) -> Unreadable:

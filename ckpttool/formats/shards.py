@@ -43,6 +43,9 @@ INDEX = ".index.json"
 # What transformers calls the file of a model that is not cut.
 ALONE = tuple(map("".join, STEMS.values()))
 
+# What PEFT calls an adapter's, which may lie beside its model's.
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
 # What the trainer writes next to the checkpoints of a run, and what it calls those.
 RECORDS, OF_RUN = {"log.jsonl", "run.jsonl"}, {"last.pt", "best.pt"}
 
@@ -108,9 +111,10 @@ def _gaps(names: Iterable[str]) -> Iterator[tuple[Series, str]]:
 
 
 def alone_among(names: Collection[str]) -> list[str]:
-    """Return the files of whole models in a folder; none in that of a run, of which they are but exports."""
-    of_run = RECORDS & {*names} and OF_RUN & {*names}
-    return [] if of_run else [name for name in names if name in ALONE]
+    """Return the files of whole models in a folder, or else of adapters; none in that of a run."""
+    if RECORDS & {*names} and OF_RUN & {*names}:  # of which they are but exports
+        return []
+    return [name for name in names if name in ALONE] or [name for name in names if name in ADAPTERS]
 
 
 def without_index(path: str, names: Iterable[str]) -> Checkpoint | None:

@@ -218,3 +218,38 @@ def test_a_file_that_a_training_cannot_go_on_from_is_told_from_one_that_it_can(
     assert (newest["optimizer"], older["optimizer"], older["whole"]) == (True, False, True)
     lines = cli("inspect", tmp_path).out.splitlines()
     assert lines[2].endswith("  whole") and lines[3].endswith("  whole, without an optimizer")
+
+
+def test_a_file_whose_parts_lie_beside_it_is_whole_only_with_all_of_them(tmp_path: Path, cli: Cli) -> None:
+    parts = {"folder": "step-2.dcp", "files": {".metadata": "00", "__0_0.distcp": "00", "__1_0.distcp": "00"}}
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "best.pt")
+    torch.save({"model": {}, "parts": parts}, tmp_path / "last.pt")
+    newest, older = cli("inspect", tmp_path, "--json").json["checkpoints"]
+    assert newest["problem"] == "step-2.dcp, which holds its tensors, is not beside it" and older["whole"]
+    assert cli("inspect", tmp_path).out.endswith("best.pt\n")
+    assert_says(cli("verify", tmp_path), 3, f"name one: ckpttool inspect {tmp_path / 'best.pt'}; others")
+    (tmp_path / "step-2.dcp").mkdir()
+    (tmp_path / "step-2.dcp" / "__0_0.distcp").touch()
+    newest, *_ = cli("inspect", tmp_path, "--json").json["checkpoints"]
+    assert newest["problem"] == "step-2.dcp, which holds its tensors, lacks .metadata, __1_0.distcp"
+
+
+@pytest.mark.parametrize("of_run", [False, True])
+def test_the_folder_of_an_adapter_is_its_adapter(of_run: bool, tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "run" / "checkpoint-5"
+    folder.mkdir(parents=True)
+    save_file({"base_model.model.w.lora_A.weight": torch.ones(1, 2)}, folder / "adapter_model.safetensors")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    if of_run:
+        assert f"ckpttool inspect {folder}\n" in cli("inspect", tmp_path / "run").out
+        return
+    assert cli("convert", folder, tmp_path / "adapter.pt").code == 0
+    save_file({"w": torch.ones(2, 2)}, folder / "model.safetensors")
+    assert "model.safetensors: " in cli("inspect", folder).out
+
+
+def test_a_run_that_states_no_step_has_no_column_of_steps(tmp_path: Path, cli: Cli) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    assert cli("inspect", tmp_path).out.splitlines()[1].split() == ["checkpoint", "format", "bytes"]
+    torch.save({"w": torch.ones(2)}, tmp_path / "step-3.pt")
+    assert cli("inspect", tmp_path).out.splitlines()[1].split() == ["checkpoint", "step", "format", "bytes"]

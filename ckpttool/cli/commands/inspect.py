@@ -239,14 +239,16 @@ def _figures(stat: Stats | None) -> list[str]:
 def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) -> Iterator[str]:
     """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
     yield f"{printable(folder)}: {counted(len(entries), 'checkpoint')}, newest first"
-    rows = [("checkpoint", "step", "format", "bytes", "")]
+    rows: list[tuple[str, ...]] = [("checkpoint", "step", "format", "bytes", "")]
     for entry in entries:
         path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
         verdict = "whole, without an optimizer" if entry.optimizer is False else "whole"
         if entry.problem:
             verdict = f"no: {entry.problem}"
         rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))
-    yield from table(rows, (0, 2, 4), width)
+    if all(entry.step is None for entry in entries):
+        rows = [(path, *others) for path, _, *others in rows]
+    yield from table(rows, (0, len(rows[0]) - 3, len(rows[0]) - 1), width)
     whole = next((entry for entry in entries if not entry.problem), entries[0])
     yield ""
     yield f"ckpttool inspect {shlex.quote(whole.path)}"

@@ -20,13 +20,13 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.settings import json_object
 from ...errors import Damaged, Refused, Unreadable, Unsupported
 from ...formats.reading import open as open_any
+from ...formats.shards import ADAPTERS
 from ...remote.places import exists, is_file
 from ...remote.urls import canonical
 from ...system import join
 from ...tensors.ref import TensorRef
 
 CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 OF_DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 PREFIX = "base_model.model."
 
@@ -184,7 +184,7 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
     settings = join(path, CONFIG)
     if is_file(path):
         above, name = os.path.split(path)
-        if name not in WEIGHTS or not exists(join(above, CONFIG)):
+        if name not in ADAPTERS or not exists(join(above, CONFIG)):
             return Adapter(open_any(path), {}, is_of_peft=False)
         path, settings = above, join(above, CONFIG)
     elif not exists(settings):
@@ -198,9 +198,9 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
             "ADAPTER is the folder that PEFT's save_pretrained wrote, or a file of kohya's or diffusers'"
         )
         raise
-    weights = next(filter(exists, (join(path, name) for name in WEIGHTS)), None)
+    weights = next(filter(exists, (join(path, name) for name in ADAPTERS)), None)
     if weights is None:
-        raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
+        raise Unreadable(path, f"holds neither {ADAPTERS[0]} nor {ADAPTERS[1]}")
     return Adapter(open_any(weights), config)
 
 

@@ -19,9 +19,10 @@ from ...files.pieces import Progress
 from ...formats import safetensors
 from ...formats.reading import open as open_any
 from ...formats.saving.reading_back import read_back, require_same
+from ...formats.shards import ADAPTERS
 from ...formats.strangers import output_at
 from ...remote.places import uploading
-from .adapter import CONFIG, WEIGHTS
+from .adapter import CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def save_adapter(
             return SavedAdapter(named, dry.position + len(text), len(tensors))
         read = checkpoint.storages() if verify is not False else ()
         with replacing_folder(name, _replaced) as new:
-            file = os.path.join(new.path, WEIGHTS[0])
+            file = os.path.join(new.path, ADAPTERS[0])
             with Checksums(checkpoint, read) as checksums:
                 with writing_into(file) as raw, Output(raw, progress=progress) as out:
                     safetensors.write(checkpoint.path, tensors, checkpoint.metadata, out)
@@ -108,4 +109,4 @@ def require_place(path: str, force: bool) -> None:
 
 
 def _replaced(folder: str) -> list[str]:
-    return [name for name in (*WEIGHTS, CONFIG) if os.path.exists(os.path.join(folder, name))]
+    return [name for name in (*ADAPTERS, CONFIG) if os.path.exists(os.path.join(folder, name))]

@@ -239,7 +239,8 @@ def test_the_tool_says_where_the_tensors_are_and_verifies_them(run, tmp_path, cl
     shutil.copytree(run, tmp_path / "run")
     last = tmp_path / "run" / "last.pt"
     assert f"state       in {folder_of(last).name}, beside it (--save-parts)" in cli("inspect", last).out
-    assert f"name that: {folder_of(last)}" in cli("strip-prefix", last, tmp_path / "out.pt").err
+    for command in "strip-prefix", "merge":
+        assert f"name that: {folder_of(last)}" in cli(command, last, tmp_path / "out.pt").err
     if how:
         damage(last, how)
     ran = cli("verify", last)
