@@ -26,6 +26,7 @@ from .deepspeed import universal
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
 from .ranks.pieces import Framework, Take, is_known, opened
+from .roots import is_evaluation
 
 COMPARED = Take()
 
@@ -47,6 +48,8 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
         parts.append(together)
     if parts and exists(join(folder, dcp.METADATA)):
         parts.append(_read(folder))
+    if not parts and is_evaluation(names_in(folder)):  # with as many samples on each rank
+        return None
     if not parts:
         paths = rank_files.candidates(folder).paths
         are_copies = len(paths) > 1 and all(map(is_known, paths))

@@ -42,6 +42,9 @@ NO_MODELS = re.compile(
     re.IGNORECASE,
 )
 
+# What train/evaluate.py --out leaves: what it states, and a file of predictions of each rank.
+STATEMENT, PREDICTIONS = "eval.json", re.compile(r"rank\d+\.safetensors")
+
 # How names state a step, the surest first.
 WORDS = ("global_step", "step", "iteration", "iter", "checkpoint", "ckpt", "ba", "epoch", "ep")
 STEPS = [re.compile(rf"(?<![a-z]){word}[-_= ]?(\d{{1,15}})", re.IGNORECASE) for word in WORDS]
@@ -85,14 +88,14 @@ def _age(inside: str, path: str) -> tuple[int, float]:
 
 
 def _below(folder: str, levels: int, seen: set[object]) -> Iterator[str]:
-    names = [name for name in names_in(folder) if not name.startswith(".")]
+    names = [name for name in _but_predictions(folder) if not name.startswith(".")]
     for path in (join(folder, name) for name in names):
         if not is_folder(path) or len(seen) >= MOST_FOLDERS:
             continue
         if (identity := identity_of(path)) in seen:  # `latest` is often a link to another
             continue
         seen.add(identity)
-        if looks_whole(path, names_in(path)):
+        if looks_whole(path, _but_predictions(path)):
             yield path
         elif levels > 1:
             yield from _below(path, levels - 1, seen)
@@ -101,6 +104,17 @@ def _below(folder: str, levels: int, seen: set[object]) -> Iterator[str]:
         is_named = name.lower().endswith(CHECKPOINT_ENDINGS) and not name.endswith(INDEX)
         if is_named and not NO_MODELS.fullmatch(name) and is_file(path) and not os.path.islink(path):
             yield path
+
+
+def is_evaluation(names: Collection[str]) -> bool:
+    """Return whether a folder is of an evaluation that has left predictions, by the names in it."""
+    return STATEMENT in names and any(map(PREDICTIONS.fullmatch, names))
+
+
+def _but_predictions(folder: str) -> list[str]:
+    """Return the names in a folder, without the predictions of an evaluation."""
+    names = names_in(folder)
+    return [name for name in names if not PREDICTIONS.fullmatch(name)] if is_evaluation(names) else names
 
 
 def looks_whole(folder: str, names: Collection[str]) -> bool:
@@ -131,6 +145,10 @@ def nothing_known(folder: str, names: list[str], open_file: Open) -> Unreadable:
     if any(name.endswith(ENDING) for name in names):
         return _unfinished_dcp(folder, names)
     below = checkpoints_below(folder)
+    if not below and is_evaluation(names):
+        what = "is the folder of an evaluation, whose files are predictions"
+        hint = f"ckpttool gather-metrics {shlex.quote(folder)}/rank*.safetensors"
+        return Unreadable(folder, what, hint=hint)
     if below and os.path.dirname(below[0]) == folder and _kind(below[0], open_file) == "piece":
         pattern = f"{shlex.quote(folder)}/*{os.path.splitext(below[0])[1]}"
         hint = f"name all of them: ckpttool merge {pattern} OUTPUT"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ..analysis.run_log import LOG, Points, panels, read_runs, title
 from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
 from ..files.failures import reason
+from ..formats.roots import STATEMENT
 from ..words import counted, printable
 
 if TYPE_CHECKING:
     from ..metrics.predictions import RankFile
 
 LONGEST = 64 << 20  # bytes of a statement that are read
-STATEMENT = "eval.json"  # of train/evaluate.py --out
 MAX_POINTS = 1200  # of a curve: more than a screen has columns
 MAX_CLASSES = 64  # of which a matrix can be read; of more, the most frequent confusions are told
 MAX_PAIRS = 200

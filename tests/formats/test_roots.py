@@ -234,6 +234,21 @@ def test_a_file_whose_parts_lie_beside_it_is_whole_only_with_all_of_them(tmp_pat
     assert newest["problem"] == "step-2.dcp, which holds its tensors, lacks .metadata, __1_0.distcp"
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_predictions_of_an_evaluation_are_no_checkpoint(count: int, tmp_path: Path, cli: Cli) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "last.pt")
+    folder = tmp_path / "eval"
+    folder.mkdir()
+    (folder / "eval.json").write_text("{}", encoding="utf-8")
+    for rank in range(count):
+        save_file({"index": torch.arange(3)}, folder / f"rank{rank}.safetensors")
+    assert [Path(row["path"]).name for row in cli("inspect", tmp_path, "--json").json["checkpoints"]] == [
+        "last.pt"
+    ]
+    what = "is the folder of an evaluation, whose files are predictions"
+    assert_says(cli("inspect", folder), 3, what, f"ckpttool gather-metrics {folder}/rank*.safetensors")
+
+
 @pytest.mark.parametrize("of_run", [False, True])
 def test_the_folder_of_an_adapter_is_its_adapter(of_run: bool, tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "run" / "checkpoint-5"
