@@ -128,10 +128,11 @@ def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
         settings = tree.get("config") if isinstance(tree, dict) else None
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
         raise UsageFault(f"--model: not given, and {path} does not say it", hint="give --model SPEC")
-    flags = {}
+    flags, usual = {}, EvaluateConfig()
     for name in SAVED:
         flag, value = f"--{name.replace('_', '-')}", settings.get(name)
-        if value is not None and not any(argument.partition("=")[0] == flag for argument in given):
+        is_given = any(argument.partition("=")[0] == flag for argument in given)
+        if value not in (None, getattr(usual, name)) and not is_given:
             flags[flag] = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     # What a file names is never run without being asked for.
     names = ("--model", "--data", "--test-data", "--task")
