@@ -98,8 +98,12 @@ def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, n
 
 def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
     """Note what a comparison of checkpoints can't see, such as values that differ between ranks."""
+    from ..checkpoint.state import parts_beside
+
     for checkpoint in checkpoints:
-        console.note_names(f"not compared, of {printable(checkpoint.path)}", checkpoint.unread)
+        parts = parts_beside(checkpoint.tree)
+        beside = [f"its tensors, in {printable(parts['folder'])} beside it"] if parts else []
+        console.note_names(f"not compared, of {printable(checkpoint.path)}", [*checkpoint.unread, *beside])
 
 
 def note_keys(console: Console, files: Sequence[Checkpoint], text_keys: Sequence[Sequence[str]]) -> None:
