@@ -34,6 +34,8 @@ from .folders import folder_of
 from .pytorch import zip as torch_zip
 from .ranks.cut import Shards, SplitOptimizer
 from .reading import open as open_any
+from .safetensors import ties
+from .saving.destination import copied
 from .saving.reading_back import read_back, require_same
 from .strangers import output_at
 
@@ -305,7 +307,9 @@ class SplitPlan:
         """Return what was written."""
         # No file holds the rest of a dict that the state is a part of, attributes, and unread values.
         above = f"{dotted(self.state.path)}." if self.state.path else ""
-        beside = self.checkpoint.outside(replace(self.state, path=()))
+        beside, tied = self.checkpoint.outside(replace(self.state, path=())), ties(self.tensors, {})
+        cut = {id(self.tensors[name].storage) for name in self.sharded}
+        parted = (name for name in copied(self.state) if id(self.tensors[name].storage) in cut)
         return Split(
             path,
             self.ranks,
@@ -319,16 +323,8 @@ class SplitPlan:
             left_out=(*(f"{above}{name}" for name in beside), *self.checkpoint.unread),
             perhaps_buffers=self.optimizer.without if self.optimizer else (),
             removed=tuple(name for name in old if name not in sizes),
-            copied=tuple(self._copied()),
+            copied=tuple(name for name in parted if name not in tied),
         )
-
-    def _copied(self) -> Iterator[str]:
-        """Yield the names of cut tensors that are other views of a storage than the first that is cut."""
-        first: dict[int, object] = {}
-        for name in self.sharded:
-            tensor = self.tensors[name]
-            if tensor.numel and first.setdefault(id(tensor.storage), tensor.view) != tensor.view:
-                yield name
 
 
 def _is_buffer(name: str, tensor: TensorRef) -> bool:

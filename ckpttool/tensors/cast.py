@@ -37,9 +37,6 @@ FLOATS = {"float64", "float32", "float16", *OF_ML_DTYPES}
 # The bits of the positive infinity: those of finite magnitudes are less.
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0 << 48}
 
-# The smallest positive numbers: what becomes 0 is smaller.
-LEAST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149, "float64": 2.0**-1074}
-
 FEW = 1 << 15  # elements that are rounded together, so that what is between stays in the processor's cache
 
 
@@ -154,8 +151,6 @@ class Conversion:
         self._to = to
         self._carrier, self._read = carrier(source), reader(source)
         self._out = np.empty(CHUNK // source.itemsize, carrier(to))
-        numbers = self._read(np.zeros(1, self._carrier)).dtype
-        self._least = int(np.array(LEAST[to.name], numbers).view(f"u{numbers.itemsize}"))
         self._few = np.zeros(16, "<u2")
         self._work = np.empty((3, FEW if to.name == "float16" else 0), "<u4")
 
@@ -182,14 +177,20 @@ class Conversion:
         import numpy as np
 
         name, width = self._to.name, out.itemsize
-        if name == "float64":  # it holds all that the others do
+        if width >= values.itemsize:  # it holds the range of narrower types
             return
         unsigned = out.view(f"<u{width}")
         largest = unsigned.dtype.type((1 << 8 * width - 1) - 1)  # all bits but the sign
         if not _all_finite(name, out):
             yield "infinite", np.flatnonzero((unsigned & largest >= INFINITY[name]) & np.isfinite(values))
-        if self._least > 1 and _has_zero(out) and _has_less(values, self._least):
-            yield "zero", np.flatnonzero((unsigned & largest == 0) & (values != 0))
+        zeros = _zeros(unsigned)
+        are_many = zeros > len(out) >> 8  # so that their places take longer to use than all elements
+        if zeros and not (are_many and zeros == _zeros(values.view(f"<u{values.itemsize}"))):
+            is_zero = unsigned & largest == 0
+            if are_many:
+                is_zero &= values != 0
+            places = np.flatnonzero(is_zero)
+            yield "zero", places[values[places] != 0]
 
 
 def _to_halves(values: NDArray[Any], out: NDArray[Any], work: NDArray[Any]) -> None:
@@ -228,18 +229,14 @@ def _all_finite(name: str, values: NDArray[Any]) -> bool:
     return bool(unsigned.max() < 1 << 8 * width - 1 | infinity and signed.max() < infinity)
 
 
-def _has_zero(values: NDArray[Any]) -> bool:
-    """Return whether bits of an array are those of 0 or -0."""
-    width = values.itemsize
-    unsigned, signed = values.view(f"<u{width}"), values.view(f"<i{width}")
-    return bool(len(values)) and bool(unsigned.min() == 0 or signed.min() == -1 << 8 * width - 1)
+def _zeros(bits: NDArray[Any]) -> int:
+    """Return how many numbers are 0 or -0, of their bits as unsigned integers."""
+    import numpy as np
 
-
-def _has_less(values: NDArray[Any], least: int) -> bool:
-    """Return whether a magnitude that is not 0 has smaller bits than these."""
-    magnitudes = values.view(f"u{values.itemsize}") << 1  # without the sign
-    magnitudes -= 1  # 0 becomes the largest
-    return bool(len(values)) and bool(magnitudes.min() < (least << 1) - 1)
+    smallest = 1 << 8 * bits.itemsize - 1  # as a signed integer: the bits of -0
+    count = len(bits) - np.count_nonzero(bits)
+    has_negative = len(bits) and bits.view(f"<i{bits.itemsize}").min() == -smallest
+    return int(count + (np.count_nonzero(bits == smallest) if has_negative else 0))
 
 
 def carrier(dtype: DType) -> Any:

@@ -41,9 +41,7 @@ class CastReport:
 
     def count(self, loss: Loss) -> int:
         """Return how many elements were lost in this way."""
-
-        marks = [marks for key, marks in self._marks.items() if key[0] == loss]
-        return sum(_marked_in(each) for each in marks)
+        return sum(_marked_in(marks) for (kind, *_), marks in self._marks.items() if kind == loss)
 
     def note(self, loss: Loss, storage: int, places: NDArray[np.int64]) -> None:
         """Record that elements of a storage were lost. Several threads may call this at once."""
@@ -62,6 +60,8 @@ class CastReport:
         """Record which finite numbers became infinite or NaN; the first is element `at` of a storage."""
         import numpy as np
 
+        if np.isfinite(made).all():
+            return
         lost: dict[Loss, NDArray[np.bool_]] = {"infinite": np.isinf(made), "nan": np.isnan(made)}
         for loss, here in lost.items():
             if len(places := np.flatnonzero(finite & here)):

@@ -340,8 +340,10 @@ def test_one_rank_s_files_of_several_kinds_are_merged(tmp_path: Path) -> None:
 def test_what_is_tied_to_a_whole_tensor_stays_whole_and_views_that_part_are_named(tmp_path: Path) -> None:
     w = torch.arange(12.0).view(6, 2)
     state = {"a": w, "b": w, "x": (x := torch.arange(8.0)), "y": x, "part": x[2:]}
+    state |= {"apart": (both := torch.arange(8.0))[:4], "from it": both[4:]}
+    state |= {"0.running_mean": (mean := torch.arange(4.0)), "1.running_mean": mean[:3]}  # both whole
     report = cut({"model": state}, tmp_path, 2, whole=["b"])
-    assert (report.whole, report.copied) == (("a", "b"), ("part",))
+    assert (report.whole, report.copied) == (("a", "b", "0.running_mean", "1.running_mean"), ("part",))
     again = torch.load(merged(tmp_path / "out"), weights_only=True)
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
     assert again["a"].data_ptr() == again["b"].data_ptr() and again["x"].data_ptr() == again["y"].data_ptr()

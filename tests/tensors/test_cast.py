@@ -91,6 +91,17 @@ def test_what_is_near_a_tie_and_what_is_random_is_rounded_as_torch_rounds(source
     assert_cast_as_torch_casts(np.random.default_rng(7).bytes(100_000 * itemsize), source, to)
 
 
+@pytest.mark.parametrize("to", ["float16", "bfloat16"])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("zeros", [0, 5, 50_000])
+def test_what_becomes_0_is_found_among_few_zeros_and_many(zeros: int, zero: float, to: str) -> None:
+    numbers = np.ones(100_000, "<f4")
+    numbers[:zeros] = zero
+    assert_cast_as_torch_casts(numbers.tobytes(), "float32", to)
+    numbers[[7, 60_000, 99_999]] = 1e-44, -1e-44, 2.0**-136
+    assert_cast_as_torch_casts(numbers.tobytes(), "float32", to)
+
+
 @given(st.sampled_from(PAIRS), st.binary(min_size=0, max_size=64))
 def test_any_bits_are_rounded_as_torch_rounds(pair: tuple[str, str], raw: bytes) -> None:
     source, to = pair
