@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch", "mean", "std",
-         "resize")  # fmt: skip
+SAVED = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch")
+SAVED += ("mean", "std", "resize")
 WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
 

@@ -140,9 +140,7 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
 
     for path, value in checkpoint.named(inside, again=True):
         if isinstance(value, Again):
-            if (
-                state is None or value.value is not state.anchor
-            ):  # whose other places have a line of their own
+            if state is None or value.value is not state.anchor:  # whose places have lines of their own
                 yield OtherRow(dotted(path), type_name(value.value), same_as=dotted(value.first))
         elif is_module(value):
             yield OtherRow(dotted(path), type_name(value))

@@ -6,7 +6,7 @@ import glob
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ class PoolReport:
         pooled: keys with a new value.
         from_first: keys that differ between the files and were taken from the first, as asked.
         exact: counts were given; otherwise equal ones were assumed and the unbiased factors kept.
-        not_finite: pooled statistics with a NaN or an infinity of a rank.
+        not_finite: keys whose new value has a NaN or an infinity, as a rank's has.
     """
 
     layers: tuple[str, ...]
@@ -71,22 +71,22 @@ def pool_states(
     _check_patterns(layers, {"--counts": counts or (), "--cumulative": averaged})
     of_batchnorm = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
     from_first = _check_same(checkpoints, states, of_batchnorm, tuple(keep_first))
+    import numpy as np
+
     new: dict[str, TensorRef] = {}
-    odd: list[str] = []
     made: dict[tuple[object, str], TensorRef] = {}  # so that layers that are tied on all ranks stay tied
     for layer in layers:
         given = _counts_of(layer, counts), fits(layer, averaged), momentum
-        of_layer = _pooled_layer(checkpoints, states, layer, *given, odd)
         form = _views(states, layer), str(given)
-        new |= {
-            name: made.setdefault((form, name.removeprefix(layer)), each) for name, each in of_layer.items()
-        }
+        for name, tensor in _pooled_layer(checkpoints, states, layer, *given).items():
+            new[name] = made.setdefault((form, name.removeprefix(layer)), tensor)
     if not new:
         reason = f"{first.path}: all {len(checkpoints)} files hold the same statistics"
         raise NothingToDo(reason, hint="they were synchronised or pooled already: take any one of them")
     pooled = replace_state(first, states[0], lambda old: type(old)(_replaced(old, new)))
-    report = PoolReport(tuple(layers), tuple(new), from_first, counts is not None, tuple(odd))
-    return pooled, report
+    values = ((name, _values(first.path, name, tensor)) for name, tensor in new.items())
+    not_finite = tuple(name for name, numbers in values if not np.isfinite(numbers).all())
+    return pooled, PoolReport(tuple(layers), tuple(new), from_first, counts is not None, not_finite)
 
 
 def _check_momentum(momentum: float | None, counts: Mapping[str, Counts] | None) -> None:
@@ -176,9 +176,8 @@ def _pooled_layer(
     counts: Counts | None,
     cumulative: bool,
     momentum: float | None,
-    odd: list[str],
 ) -> dict[str, TensorRef]:
-    """Return the new tensors of one layer; none if all ranks have the same. `odd` gets keys with a NaN."""
+    """Return the new tensors of one layer; none if all ranks have the same."""
     import numpy as np
 
     path = checkpoints[0].path
@@ -194,10 +193,11 @@ def _pooled_layer(
     if any(not np.array_equal(rank, read[name][0]) for name in (MEAN, VARIANCE) for rank in read[name]):
         if cumulative and COUNTER not in read:
             raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
-        seen = [True] * len(states) if counts is None else [count > 0 for count in counts]
-        odd += _odd(
-            names, {n: [*compress(read[n], seen)] for n in (MEAN, VARIANCE)}, [*compress(checkpoints, seen)]
-        )
+        for checkpoint, variance, count in zip(
+            checkpoints, read[VARIANCE], counts or repeat(1), strict=False
+        ):
+            if count and (variance < 0).any():
+                raise Refused(checkpoint.path, f"'{names[VARIANCE]}' is negative, which no variance is")
         batches = [float(count) for count in read[COUNTER]] if cumulative else None
         try:
             with np.errstate(all="ignore"):  # infinite statistics give NaN, as in one process
@@ -217,16 +217,6 @@ def _views(states: Sequence[State], layer: str) -> tuple[object, ...]:
     """Return a key that two layers share which are tied on all ranks."""
     names = [key(layer, name) for name in (MEAN, VARIANCE, COUNTER)]
     return tuple(state.tensors[name].view for state in states for name in names if name in state.tensors)
-
-
-def _odd(names: Mapping[str, str], read: Mapping[str, list[Any]], files: Sequence[Checkpoint]) -> list[str]:
-    """Return the keys with a NaN or an infinity. Raises Refused for a variance that is negative."""
-    import numpy as np
-
-    for values, checkpoint in zip(read[VARIANCE], files, strict=True):
-        if (values < 0).any():
-            raise Refused(checkpoint.path, f"'{names[VARIANCE]}' is negative, which no variance is")
-    return [names[name] for name, ranks in read.items() if not all(np.isfinite(each).all() for each in ranks)]
 
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:

@@ -55,6 +55,9 @@ def _parts(value: str, left: str, equals: str, right: str) -> tuple[str, str]:
     return left, right
 
 
+# Of inputs: that one can't be read is found by reading it, and is no wrong usage, as click has it.
+PATH = click.Path(readable=False)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -136,7 +139,7 @@ def part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str,
 
 def argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
     """Return an argument that names an input, `-` for stdin."""
-    settings = {"type": click.Path(allow_dash=True, readable=False), "callback": note_inputs, **settings}
+    settings = {"type": PATH, "callback": note_inputs, **settings}
     return click.argument(name, metavar=metavar, **settings)
 
 

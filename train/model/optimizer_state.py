@@ -9,7 +9,8 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from ckpttool.distributed import divided, nested
+from ckpttool.distributed import nested
+from ckpttool.distributed.divided import holds_parts, part_like
 from ckpttool.errors import UsageFault
 
 
@@ -49,18 +50,14 @@ def require_of_parameters(optimizer: Optimizer, who: str) -> None:
     """Raise UsageFault for divided tensors in a group: no resume would know how to divide them again."""
     for group in optimizer.param_groups:
         for name, value in group.items():
-            if name != "params" and divided.holds_parts(value):
+            if name != "params" and holds_parts(value):
                 hint = "keep what is of a parameter in state[p][name]"
                 raise UsageFault(f"{who} keeps '{name}', in parts of the ranks", hint=hint)
 
 
 def _part(entry: Any, parameter: torch.nn.Parameter | None) -> Any:
     """Return this rank's part of a parameter's state, as with `--shard`."""
-    return (
-        entry
-        if parameter is None
-        else nested.mapped(entry, lambda tensor: divided.part_like(tensor, parameter))
-    )
+    return entry if parameter is None else nested.mapped(entry, lambda tensor: part_like(tensor, parameter))
 
 
 def _as_saved(own: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:

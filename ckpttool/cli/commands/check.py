@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @options.option(
     "--against OTHER",
     "Also compare the contents with those of OTHER, whatever its format.",
-    type=click.Path(readable=False),
+    type=options.PATH,
 )
 @options.flag("--finite", "Count NaN and infinity as problems.")
 @options.flag(
@@ -129,7 +129,7 @@ def digest(console: Console, files: tuple[str, ...], state: str | None, no_verif
 
 
 @click.command("prove")
-@options.argument("run", "RUN", type=click.Path(readable=False))
+@options.argument("run", "RUN", type=options.PATH)
 @click.argument("flags", metavar="[-- TRAINER FLAGS…]", nargs=-1)
 @options.option(
     "--from STEP",
@@ -147,7 +147,7 @@ def digest(console: Console, files: tuple[str, ...], state: str | None, no_verif
 @options.option(
     "--program FILE",
     "The train/main.py to replay with.  [default: that of this repository]",
-    type=click.Path(readable=False),
+    type=options.PATH,
 )
 @options.flag("--run-code", "Let the replay run files that the run names as model, data or task.")
 @options.dry_run_option
@@ -216,7 +216,7 @@ def _fields(run: str, proved: Proved, seconds: float) -> dict[str, object]:
 @click.command("gather-metrics")
 @options.files_argument
 @options.option("--samples N", "How many samples there must be.", type=click.IntRange(min=0))
-@options.option("--out FILE", "Also write the certificate to FILE, as JSON.", type=click.Path(readable=False))
+@options.option("--out FILE", "Also write the certificate to FILE, as JSON.", type=options.PATH)
 @options.flag("--force", "Replace the file of --out if it exists.")
 @options.reading
 def gather_metrics(

@@ -84,7 +84,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
     "inputs",
     metavar="BASE DELTA… OUTPUT",
     nargs=-1,
-    type=click.Path(allow_dash=True, readable=False),
+    type=options.PATH,
     callback=options.part_output,
 )
 @options.to_option

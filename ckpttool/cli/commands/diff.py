@@ -33,7 +33,7 @@ class _Tolerance(click.FloatRange):
 
 @click.command("diff")
 @options.argument("a", "A")
-@options.argument("b", "B", type=click.Path(readable=False))
+@options.argument("b", "B", type=options.PATH)
 @options.option("--rtol X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
 @options.option("--atol X", "Tolerate differences up to X.", type=_Tolerance(0))
 @options.flag("--ignore-prefix", "Match names that differ only in wrappers' prefixes.")

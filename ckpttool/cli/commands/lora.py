@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command("merge-lora")
-@click.argument("input", metavar="BASE", type=click.Path(readable=False), callback=options.note_inputs)
-@click.argument("adapter", metavar="ADAPTER", type=click.Path(readable=False))
+@click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
+@click.argument("adapter", metavar="ADAPTER", type=options.PATH)
 @options.output_argument
 @options.writing_options
 def merge_lora(job: Job, adapter: str) -> None:
@@ -54,8 +54,8 @@ def merge_lora(job: Job, adapter: str) -> None:
 
 
 @click.command("extract-lora")
-@click.argument("input", metavar="BASE", type=click.Path(readable=False), callback=options.note_inputs)
-@click.argument("tuned", metavar="TUNED", type=click.Path(readable=False), callback=options.note_inputs)
+@click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
+@click.argument("tuned", metavar="TUNED", type=options.PATH, callback=options.note_inputs)
 @options.output_argument
 @options.option("--rank R", "The rank of the factors.", type=click.IntRange(1), required=True)
 @options.option(

@@ -39,7 +39,7 @@ def _numbers(text: str) -> list[float]:
 @options.option(
     "--base BASE",
     "The model that the INPUTs were trained from; with slerp, the one that it starts at.",
-    type=click.Path(readable=False),
+    type=options.PATH,
     callback=options.note_base,
 )
 @options.option(

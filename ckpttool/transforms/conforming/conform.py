@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -191,7 +191,7 @@ def _matched(
 ) -> Found:
     """Return which name becomes which; by values too, where there are any."""
     if _shapes(mine) == _shapes(theirs) and not values:
-        raise _nothing_to_do(path, _other_types({name: place.dtype for name, place in mine.items()}, theirs))
+        raise _nothing_to_do(path, mine, theirs)
     found = search(path, mine, theirs, with_values=bool(values))
     if values:
         _tie_by_values(found, tensors, values)
@@ -202,12 +202,15 @@ def _matched(
     return found
 
 
-def _nothing_to_do(path: str, types: Sequence[tuple[str, str, int]]) -> NothingToDo:
-    what = "".join(f"; {counted(n, 'tensor')} of {mine} here and {there} there" for mine, there, n in types)
+def _nothing_to_do(path: str, mine: Places, theirs: Places) -> NothingToDo:
+    types = _other_types({name: place.dtype for name, place in mine.items()}, theirs)
+    what = "".join(f"; {counted(n, 'tensor')} of {here} here and {there} there" for here, there, n in types)
     convert = f"ckpttool convert {shlex.quote(path)} OUT"
     hint = f"{convert} writes it as it is"
     if types:
-        casts = all(name in PLAIN_FLOATS for pair in types for name in pair[:2])
+        # A cast is of all floats: it is advised where they all become of one type.
+        wanted = {theirs[name].dtype for name, place in mine.items() if place.dtype in PLAIN_FLOATS}
+        casts = len(wanted) == 1 and all(name in PLAIN_FLOATS for pair in types for name in pair[:2])
         hint = f"{convert} --dtype {types[0][1]}" if casts else "conform changes names and shapes, no types"
     return NothingToDo(f"{path}: its names and shapes are the reference's already{what}", hint=hint)
 

@@ -237,18 +237,20 @@ def test_what_several_ways_fit_is_refused_with_its_candidates(what: str, cli: Cl
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said", "hint"),
+    ("dtype", "other", "said", "hint"),
     [
-        (torch.complex64, "; 1 tensor of complex64 here and float32 there", "no types"),
-        (torch.float16, "; 1 tensor of float16 here and float32 there", "--dtype float32"),
-        (torch.float32, " already", "as it is"),
+        (torch.complex64, torch.float32, "; 1 tensor of complex64 here and float32 there", "no types"),
+        (torch.float16, torch.float32, "; 1 tensor of float16 here and float32 there", "--dtype float32"),
+        (torch.float16, torch.bfloat16, "; 1 tensor of float16 here and float32 there", "no types"),
+        (torch.float32, torch.float32, " already", "as it is"),
     ],
 )
 def test_names_and_shapes_of_the_reference_in_other_types(
-    dtype: torch.dtype, said: str, hint: str, tmp_path: Path
+    dtype: torch.dtype, other: torch.dtype, said: str, hint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NothingToDo, match=said) as error:
-        brought({"a": torch.ones(4, dtype=dtype)}, {"a": torch.ones(4)}, tmp_path)
+        same = {"b": torch.ones(4, dtype=other)}
+        brought({"a": torch.ones(4, dtype=dtype), **same}, {"a": torch.ones(4), **same}, tmp_path)
     assert hint in str(error.value.hint)
 
 
