@@ -44,8 +44,10 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 def share_extra_states(model: nn.Module) -> None:
     """Give every rank rank 0's extra states, as DDP does with tensors. A collective."""
-    if extra_states(model):  # only rank 0 may have the file of --init
-        model.load_state_dict(collectives.broadcast(lambda: extra_states(model)), strict=False)
+    if extra := extra_states(model):  # only rank 0 may have the file of --init
+        state = model.state_dict()  # whole, as in a resume: a model may load nothing else
+        state.update(collectives.broadcast(lambda: extra))
+        model.load_state_dict(state)
 
 
 def wrap(config: TrainConfig, model: nn.Module) -> None:
