@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from . import nested, transport
-from .transport import rank as rank
-from .transport import world_size as world_size
 
 
 def digest_all(values: Mapping[str, Any]) -> str:

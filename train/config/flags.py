@@ -89,10 +89,11 @@ class Parser(argparse.ArgumentParser):
 def closest(flag: str, flags: Sequence[str]) -> str | None:
     """Return the flag that was meant: typed with `_`, abbreviated, misspelt, or as other trainers call it."""
     typed = flag.lower().replace("_", "-")
-    completions = [known for known in flags if known == ELSEWHERE.get(typed)]
-    completions = completions or [known for known in flags if known.startswith(typed)]
-    if len(completions) == 1:
-        return completions[0]
+    if (elsewhere := ELSEWHERE.get(typed)) in flags:
+        return elsewhere
+    for begin in (f"{typed}-", typed):  # --batch-size, before --batchnorm
+        if len(completions := [known for known in flags if known.startswith(begin)]) == 1:
+            return completions[0]
     plain = {known.replace("-", ""): known for known in flags}  # dashes are often left out
     near = difflib.get_close_matches(typed.replace("-", ""), plain, n=1, cutoff=0.7)
     return plain[near[0]] if near else None

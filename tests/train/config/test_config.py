@@ -106,7 +106,7 @@ def test_resume_without_a_value_means_auto():
 
 
 MEANT = {
-    "--batch-size": ["--batchsize", "--batch_size", "--Batch-Size", "--batch-siez", "--batchsize=64"],
+    "--batch-size": ["--batchsize=64", "--batch_size", "--Batch-Size", "--batch-siez", "--batch"],
     "--epochs": ["--epoch"],
     "--weight-decay": ["--weight"],
     "--label-smoothing": ["--label-smooth"],
