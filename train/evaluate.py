@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch")
+SAVED: tuple[str, ...] = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch")
 SAVED += ("mean", "std", "resize")
 WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
