@@ -143,14 +143,12 @@ def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> R
     owners: dict[str, str] = {}  # new name -> old name
     for old, new in zip(olds, news, strict=True):
         if new in owners:
-            raise Collision(
-                f"'{in_short(owners[new])}' and '{in_short(old)}' would both be named '{in_short(new)}'",
-                hint=hints.same,
-            )
+            first, second, both = map(in_short, (owners[new], old, new))
+            raise Collision(f"'{first}' and '{second}' would both be named '{both}'", hint=hints.same)
         if not new:
-            raise Collision(f"'{old}' would be left without a name", hint=hints.none)
+            raise Collision(f"'{in_short(old)}' would be left without a name", hint=hints.none)
         if hints.dots and new != old and _has_empty_part(new) and not _has_empty_part(old):
-            what = f"'{old}' would be named '{new}', with a dot too many"
+            what = f"'{in_short(old)}' would be named '{in_short(new)}', with a dot too many"
             raise UsageFault(what, hint=hints.dots(old, new))
         owners[new] = old
     return Renaming({old: new for new, old in owners.items()})

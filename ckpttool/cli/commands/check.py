@@ -77,7 +77,8 @@ def _note(console: Console, verified: Verified) -> None:
     code = sum(problem.kind == "code" for problem in verified.problems)  # never shortened
     shown = verified.problems[: None if console.verbose else 10 + code]
     for problem in shown:
-        console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
+        name = printable(problem.name) if problem.kind == "code" else console.names([problem.name])
+        console.note(f"{problem.kind}: {name}: {problem.message}")
     if len(verified.problems) > len(shown):
         console.note(f"and {len(verified.problems) - len(shown)} more: -v shows them")
     names = [f"{name} ({count})" for name, count in verified.non_finite.items()]
