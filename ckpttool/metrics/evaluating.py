@@ -29,9 +29,7 @@ from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
 from ..distributed.plan import evaluation_batches
 from ..errors import CheckFailed
-from .base import Measure, reduce
-from .base import measures as measures
-from .base import update as update
+from .base import Measure, measures, reduce, update
 from .certificate import Certificate, LossCertificate, certify
 from .exact_sum import ExactSum
 from .predictions import COLUMNS, Evaluation, Predictions

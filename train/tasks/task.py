@@ -26,7 +26,7 @@ from torch import nn
 
 from ckpttool.distributed import nested
 from ckpttool.errors import UsageFault
-from ckpttool.metrics.evaluating import measures
+from ckpttool.metrics.base import measures
 from ckpttool.models import factory
 from train.data.samples import kind_of
 
@@ -51,7 +51,7 @@ class Task:
 
     Attributes:
         name: as on the command line.
-        metrics: what an evaluation computes besides the loss, as `metrics.evaluating.measures` takes it.
+        metrics: what an evaluation computes besides the loss, as `metrics.base.measures` takes it.
         counts_samples: whether the count of `loss` is always the number of samples, which all ranks know.
         unit: what the count is of, in the plural, where the log should say how many there are in a second.
     """

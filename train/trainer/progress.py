@@ -15,8 +15,9 @@ from torch import nn
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
+from ckpttool.metrics.base import measures
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from ckpttool.metrics.evaluating import Evaluated, Evaluator, measures
+from ckpttool.metrics.evaluating import Evaluated, Evaluator
 from ckpttool.metrics.predictions import Evaluation
 from train.data.batches import load
 from train.data.data_set import Data

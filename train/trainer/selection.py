@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.metrics.base import measures
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from ckpttool.metrics.evaluating import measures
 from train.config.shared import OWN
 from train.tasks.builtin import Classification
 from train.tasks.task import Task

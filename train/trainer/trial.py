@@ -17,7 +17,7 @@ from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.plan import Plan
 from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CkptToolError, UsageFault
-from ckpttool.metrics.evaluating import measures, update
+from ckpttool.metrics.base import measures, update
 from ckpttool.models import factory
 from train import console
 from train.config.training import TrainConfig
