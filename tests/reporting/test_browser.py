@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,17 @@ def test_a_run_has_curves_phases_and_its_evaluation(chromium: Any, pages: Any) -
         assert "Certificate: holds: recomputed from the prediction files, 20 samples of 2 ranks" in evaluation
         assert page.locator(".confusion td.right").all_inner_texts() == ["10", "10"]
         assert "run/best.pt" in page.inner_text("#checkpoints")
+        assert page.locator("nav a").all_inner_texts().count("Evaluation") == 1
+
+
+@pytest.mark.long
+def test_two_evaluations_are_told_apart_in_the_menu(chromium: Any, tmp_path: Path) -> None:
+    folder = report_files.run(tmp_path)
+    shutil.copytree(folder / "eval", folder / "hard")
+    ckpttool.report(folder, tmp_path / "run.html")
+    with Shown(chromium, tmp_path / "run.html") as shown:
+        menu = shown.page.locator("nav a").all_inner_texts()
+        assert [name.split("/")[-1] for name in menu if name.startswith("Evaluation: ")] == ["eval", "hard"]
 
 
 @pytest.mark.long

@@ -17,7 +17,10 @@ function build(data) {
   ].filter(Boolean);
   document.getElementById("main").replaceChildren(...parts);
   if (parts.length > 1) {
-    const links = parts.map((part) => el("a", { href: `#${part.id}` }, part.querySelector("h2").textContent.split(":")[0]));
+    const titles = parts.map((part) => part.querySelector("h2").textContent);
+    const kinds = titles.map((title) => title.split(":")[0]);
+    const named = (title, i) => (kinds.filter((kind) => kind === kinds[i]).length > 1 ? title : kinds[i]);
+    const links = parts.map((part, i) => el("a", { href: `#${part.id}` }, named(titles[i], i)));
     document.getElementById("head").append(el("nav", { "aria-label": "Sections" }, links));
   }
 }
