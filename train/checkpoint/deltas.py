@@ -22,7 +22,7 @@ from ckpttool.files.copying import Output
 from ckpttool.files.failures import naming
 from ckpttool.formats import safetensors
 from ckpttool.formats.delta.chains import base_of, chain
-from ckpttool.formats.delta.reading import Link, joined
+from ckpttool.formats.delta.reading import BaseMissing, Link, joined
 from ckpttool.formats.delta.writing import delta
 from ckpttool.formats.pytorch import zip as torch_zip
 from ckpttool.formats.reading import open_alone
@@ -166,9 +166,7 @@ def as_torch_reads(path: str) -> Iterator[str | IO[bytes]]:
 def _opened(path: str) -> Checkpoint:
     try:
         return formats.open(path)
-    except Unreadable as fault:
-        if not fault.hint or "BASE+" not in fault.hint:
-            raise
-        # Which commands take, and --resume does not.
+    except BaseMissing as fault:
+        # The hint is of BASE+DELTA, which commands take, and --resume does not.
         whole = command_line(["ckpttool", "apply", "BASE", fault.path, "WHOLE.pt"])
         raise Unreadable(fault.path, fault.reason, hint=f"put it there, or go on from: {whole}") from fault

@@ -104,6 +104,10 @@ def _with_bases(file: Checkpoint, open_file: Open) -> Iterator[Checkpoint]:
         yield file
 
 
+class BaseMissing(Unreadable):
+    """The base of a delta does not lie beside it."""
+
+
 def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
     name = read_header(file).base.name
     path = join(os.path.dirname(file.source.place), name)
@@ -111,7 +115,7 @@ def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
         shown = f"'{name}'" if name else "a checkpoint from standard input"
         what = f"is a delta, and its base, {shown}, does not lie beside it"
         hint = f"name the base before it: {shlex.quote(f'BASE+{file.path}')}"
-        raise Unreadable(file.path, what, hint=hint)
+        raise BaseMissing(file.path, what, hint=hint)
     return open_file(path)
 
 
