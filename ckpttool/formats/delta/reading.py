@@ -107,6 +107,8 @@ def _with_bases(file: Checkpoint, open_file: Open) -> Iterator[Checkpoint]:
 class BaseMissing(Unreadable):
     """The base of a delta does not lie beside it."""
 
+    kind = "base-missing"
+
 
 def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
     name = read_header(file).base.name

@@ -14,6 +14,7 @@ from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.checksums import Checksums, unmatched
 from ...checkpoint.digested import with_parts
 from ...checkpoint.special_tensors import require_plain
+from ...checkpoint.state import elsewhere
 from ...errors import Refused, UsageFault
 from ...files.digest import digest_of, tensor_digests
 from ...files.pieces import Progress
@@ -108,7 +109,8 @@ def delta(
             that of another format.
         Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
             read; or `vllm` can't hold a change.
-        Unreadable, Damaged, Unsupported: as for reading the two; NoState: for `vllm`, one holds none.
+        Unreadable, Damaged, Unsupported: as for reading the two.
+        NoState: one's tensors lie beside it, by the trainer's --save-parts; or for `vllm`, it holds none.
 
     Example:
         >>> made = ckpttool.delta("model.safetensors", "tuned.safetensors", "one.delta.safetensors")
@@ -120,6 +122,9 @@ def delta(
         hint = f"name it {shlex.quote(os.path.splitext(name)[0])}.safetensors"
         raise UsageFault(f"{name}: a delta is a file of safetensors, and its name says otherwise", hint=hint)
     with opened(base) as older, opened(new) as newer:
+        for each in (older, newer):
+            if fault := elsewhere(each.path, each.tree):
+                raise fault
         before = _versions(older, newer)
         if expect is not None:
             expect(newer.nbytes * (2 if verify else 1))

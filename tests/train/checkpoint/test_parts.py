@@ -241,6 +241,7 @@ def test_the_tool_says_where_the_tensors_are_and_verifies_them(run, tmp_path, cl
     assert f"state       in {folder_of(last).name}, beside it (--save-parts)" in cli("inspect", last).out
     for command in "strip-prefix", "merge":
         assert f"name that: {folder_of(last)}" in cli(command, last, tmp_path / "out.pt").err
+    assert f"name that: {folder_of(last)}" in cli("delta", last, last, tmp_path / "one.safetensors").err
     assert f"not compared, of {last}: its tensors, in {folder_of(last).name}" in cli("diff", last, last).err
     if how:
         damage(last, how)
