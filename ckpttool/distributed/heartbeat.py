@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from . import hangs, processes
 from .hangs import Beat, Seen, Verdict
-from .observer import Observer, Watch
+from .observer import ASKED, Observer, Watch
 
 # Seconds that a rank waits for the launcher to end it after another rank has failed, and reported that.
 PATIENCE = 5.0
@@ -73,6 +73,7 @@ class Pulse:
         self.beats = [(Beat(), self.exchanged)] * self.size
         self.verdict = self.end = self.error = ""
         self.slow: Sequence[int] = ()
+        self._asked: set[int] = set()  # ranks that were told to write their stacks
         self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
         self._send()
         self.own.begin()
@@ -133,6 +134,9 @@ class Pulse:
             beat, silent = (self.own.beat, 0.0) if rank == self.rank else (beat, now - came)
             process = self._process(rank)
             if silent >= self.timeout and process and not beat.end:
+                if process not in hangs.STOPPED and rank not in self._asked:
+                    self._asked.add(rank)
+                    _ask(about)
                 beat = dataclasses.replace(beat, stack=_dumped(about))
             ranks.append(Seen(rank, beat, silent, about["host"], about["pid"], process))
         return ranks
@@ -242,8 +246,23 @@ def _say(kind: str, rank: int, lines: Iterable[str]) -> None:
         os.write(2, text.encode(errors="replace"))
 
 
+def _ask(about: dict[str, Any]) -> None:
+    """Have a process of this machine write its stacks, and wait for them for at most a second."""
+    if ASKED is None or about["dump"] is None:
+        return
+    with contextlib.suppress(OSError):
+        os.kill(about["pid"], ASKED)
+    before = ""
+    for _ in range(20):
+        time.sleep(0.05)
+        stacks = _dumped(about)
+        if stacks and stacks == before:
+            return
+        before = stacks
+
+
 def _dumped(about: dict[str, Any]) -> str:
-    """Return the stack that faulthandler has written in a process of this machine."""
+    """Return the stacks that faulthandler has written in a process of this machine."""
     path = f"/proc/{about['pid']}/fd/{about['dump']}"
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         return file.read(4000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,9 @@ from . import hangs, processes
 from .hangs import Beat
 
 T = TypeVar("T")
+
+# At this signal a process writes its stacks. Real-time signals have no meaning of their own.
+ASKED = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
 # From this much processor time per second a rank counts as computing.
 BUSY = 0.05
@@ -72,7 +76,7 @@ class Observer:
         # Called in the thread that trains, which `threading.get_ident` names.
         self.watched, self.interval, self.over = watched, interval, over
         self.clock, self.beat = RunningClock(3 * interval + 1), Beat()
-        # Receives the stack of a process whose interpreter is held; None where the system has no such files.
+        # Receives the stacks of a process whose interpreter is held; None where the system has no such files.
         self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
         self._thread = threading.get_ident()
 
@@ -80,12 +84,17 @@ class Observer:
         """Count what happens from now on."""
         self._marked = self._worked = self.clock.now()
         self._marks, self._work, self._children = self.watched.marks, processes.work(), -1.0
-        self._arm()
+        # If something holds the interpreter, no Python thread can say where it is; faulthandler can. It is
+        # asked to: a timer that ran out while the process was stopped made it read the stacks of threads that
+        # ran on, and it crashed.
+        if self.dump is not None and ASKED is not None:
+            faulthandler.register(ASKED, self.dump)
 
     def close(self) -> None:
         """Close the file of the stack. No look may be under way: another file may get its number."""
-        faulthandler.cancel_dump_traceback_later()
         if self.dump is not None:
+            if ASKED is not None:
+                faulthandler.unregister(ASKED)
             os.close(self.dump)
 
     def look(self) -> None:
@@ -108,15 +117,6 @@ class Observer:
             counts=dict(self.watched.counts),
             stack=shown_stack(frame) if frame is not None else "",
         )
-        self._arm()
-
-    def _arm(self) -> None:
-        """Have the stack written unless this is called again in time."""
-        # If something holds the interpreter, no Python thread can say where it is; faulthandler can.
-        if self.dump is not None and not self.over.is_set():
-            os.ftruncate(self.dump, 0)
-            os.lseek(self.dump, 0, os.SEEK_SET)
-            faulthandler.dump_traceback_later(self.watched.timeout / 2, file=self.dump)
 
     def _works(self, age: float) -> bool:
         """Return whether this process or its children computed, read or wrote since the last look."""
