@@ -73,7 +73,7 @@ class Pulse:
         self.beats = [(Beat(), self.exchanged)] * self.size
         self.verdict = self.end = self.error = ""
         self.slow: Sequence[int] = ()
-        self._asked: set[int] = set()  # ranks that were told to write their stacks
+        self._asked: set[int] = set()  # silent ranks, which were told to write their stacks
         self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
         self._send()
         self.own.begin()
@@ -129,17 +129,37 @@ class Pulse:
 
     def seen(self) -> list[Seen]:
         """Return all ranks as this one sees them."""
+        self._ask_for_stacks()
         now, ranks = self.clock.now(), []
         for rank, (about, (beat, came)) in enumerate(zip(self.about, self.beats, strict=True)):
             beat, silent = (self.own.beat, 0.0) if rank == self.rank else (beat, now - came)
             process = self._process(rank)
             if silent >= self.timeout and process and not beat.end:
-                if process not in hangs.STOPPED and rank not in self._asked:
-                    self._asked.add(rank)
-                    _ask(about)
                 beat = dataclasses.replace(beat, stack=_dumped(about))
             ranks.append(Seen(rank, beat, silent, about["host"], about["pid"], process))
         return ranks
+
+    def _ask_for_stacks(self) -> None:
+        """Have silent ranks of this machine write their stacks, once each; wait for at most a second."""
+        before, now, asked = self._asked, self.clock.now(), []
+        self._asked = {
+            rank
+            for rank, (beat, came) in enumerate(self.beats)
+            if rank != self.rank and now - came >= self.timeout and not beat.end
+        }
+        for rank in self._asked - before:
+            about, process = self.about[rank], self._process(rank)
+            if ASKED is None or about["dump"] is None or not process or process in hangs.STOPPED:
+                continue
+            with contextlib.suppress(OSError):
+                os.kill(about["pid"], ASKED)
+                asked.append(about)
+        stacks: list[str] = []
+        for _ in range(20 if asked else 0):
+            time.sleep(0.05)
+            last, stacks = stacks, [_dumped(about) for about in asked]
+            if all(stacks) and stacks == last:
+                return
 
     def _process(self, rank: int) -> str | None:
         """Return the state of a rank's process; None if it runs on another machine."""
@@ -244,21 +264,6 @@ def _say(kind: str, rank: int, lines: Iterable[str]) -> None:
     text = f"{kind}: rank {rank}: " + "\n  ".join(lines) + "\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
-
-
-def _ask(about: dict[str, Any]) -> None:
-    """Have a process of this machine write its stacks, and wait for them for at most a second."""
-    if ASKED is None or about["dump"] is None:
-        return
-    with contextlib.suppress(OSError):
-        os.kill(about["pid"], ASKED)
-    before = ""
-    for _ in range(20):
-        time.sleep(0.05)
-        stacks = _dumped(about)
-        if stacks and stacks == before:
-            return
-        before = stacks
 
 
 def _dumped(about: dict[str, Any]) -> str:

@@ -117,6 +117,9 @@ class Observer:
             counts=dict(self.watched.counts),
             stack=shown_stack(frame) if frame is not None else "",
         )
+        if self.dump is not None and not self.over.is_set():  # of a time when the interpreter was held
+            os.ftruncate(self.dump, 0)
+            os.lseek(self.dump, 0, os.SEEK_SET)
 
     def _works(self, age: float) -> bool:
         """Return whether this process or its children computed, read or wrote since the last look."""
