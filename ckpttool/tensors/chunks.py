@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from mmap import mmap
 from operator import add, lt, sub
 
 from ..errors import RanksDiffer
@@ -142,7 +142,7 @@ class _Whole:
             # Taken away meanwhile, as a part may itself be made of parts.
             spare, _spare.memory = getattr(_spare, "memory", NOTHING), NOTHING
             if len(spare) < nbytes:
-                spare = memoryview(mmap(-1, nbytes))
+                spare = memoryview(mmap.mmap(-1, nbytes))
             target = spare[:nbytes]
         within = tuple(map(sub, begin, part.begin))
         read_into(target, boxed(part.tensor, within, shape))

@@ -62,9 +62,9 @@ def templates(texts: Iterable[str]) -> tuple[Template, ...]:
     texts = tuple(texts)
     kinds: dict[str, str] = {}
     for text in texts:
-        for _, field, kind, _ in TOKEN.findall(text):
-            if kind and kinds.setdefault(field, kind) != kind:
-                what = f"the placeholder '{field}' is described in two ways, '{kinds[field]}' and '{kind}'"
+        for _, name, kind, _ in TOKEN.findall(text):
+            if kind and kinds.setdefault(name, kind) != kind:
+                what = f"the placeholder '{name}' is described in two ways, '{kinds[name]}' and '{kind}'"
                 raise UsageFault(f"'{text}': {what}", hint="describe it once")
     return tuple(_compiled(text, kinds) for text in texts)
 
