@@ -29,9 +29,9 @@ from ckpttool.errors import UsageFault, install
 from ckpttool.files.commit import append_record
 from ckpttool.files.failures import naming
 from train import console
-from train.config.training import TrainConfig
-from train.log import log_file
-from train.log.log_file import HeldLines
+from train.config.sections import TrainConfig
+from train.log import step_log
+from train.log.step_log import HeldLines
 
 if TYPE_CHECKING:
     from train.log.step_log import Sink
@@ -87,7 +87,7 @@ class LogFile(HeldLines[Mapping[str, Any]]):
     """log.jsonl in a run's folder. What a full disk refuses is written when there is room again."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(partial(log_file.append, folder))
+        super().__init__(partial(step_log.append_entry, folder))
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         self.add(entry)

@@ -25,7 +25,7 @@ import torch
 from ckpttool.errors import CkptToolError, UsageFault
 from tests.ranks.programs import TINY
 from train import main
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.log import trackers
 
 STEP = {"step": 2, "epochs": 0.5, "steps": 2, "loss": 1.5, "lr": 0.1, "grad_norm": None}
