@@ -157,10 +157,10 @@ class Run:
         self.limits = Limits(config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers))
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)
-        is_profiled = config.profile is not None and collectives.rank() == 0
+        is_profiled = config.log.profile is not None and collectives.rank() == 0
         start = trainer.progress.global_step
-        self.profile = Profile(config.profile or "", folder, trainer.log, start) if is_profiled else None
-        self.stop = Stop(config.grace, self._left_undone)
+        self.profile = Profile(config.log.profile or "", folder, trainer.log, start) if is_profiled else None
+        self.stop = Stop(config.saving.grace, self._left_undone)
         self.agreement = Agreement(self.stop, self.saver)
         self.hook = Hook(trainer, folder, self.report.event, lambda: self.stop.number)
         self._begin_step: Callable[[int], None] = lambda _: None
@@ -209,7 +209,7 @@ class Run:
     def begin(self) -> str:
         """Begin with the next step; return `--stop-at` if that is behind."""
         step = self.trainer.progress.global_step
-        if self.config.stop_at and self.config.stop_at <= step and not self.is_over():
+        if self.config.saving.stop_at and self.config.saving.stop_at <= step and not self.is_over():
             return "--stop-at"
         self.begin_step()
         return ""
@@ -220,9 +220,9 @@ class Run:
         self._begin_step(step)
         if self.profile is not None:
             self.profile.begin_step(step)
-        if step == self.trainer.updater.total_steps + 1 and self.config.scheduler != "none":
+        if step == self.trainer.updater.total_steps + 1 and self.config.schedule.name != "none":
             # Of a stream that is longer than it says, or whose lanes have very different lengths.
-            ends = f"--scheduler {self.config.scheduler} ends with step {step - 1}, by what --data says"
+            ends = f"--scheduler {self.config.schedule.name} ends with step {step - 1}, by what --data says"
             text = f"{ends}, and the stream goes on: --max-steps says its length"
             self.report.event("schedule ended", text, step - 1)
 
@@ -255,14 +255,14 @@ class Run:
         """Return whether scores are the best so far, and among the best of `--keep-best`."""
         if tested is None:
             return False, False
-        return self.trainer.progress.note(self.trainer.selection.merit(tested), self.config.keep_best)
+        return self.trainer.progress.note(self.trainer.selection.merit(tested), self.config.scores.keep_best)
 
     def finish(self, end: str) -> None:
         """Wait for the last save, and say what it and a signal have come to."""
         if self.profile is not None:
             self.report.profiled(self.profile.end_step(self.trainer.progress.global_step, last=True))
             if not self.profile.done:
-                console.warn(f"--profile {self.config.profile}: the run has taken none of these steps")
+                console.warn(f"--profile {self.config.log.profile}: the run has taken none of these steps")
         self.saver.finish()
         self.report.note_signal(end, self.stop)
 
@@ -301,13 +301,15 @@ class Limits:
     def is_over(self, position: Progress) -> bool:
         """Return whether the training has all its steps."""
         epochs, _ = self._epochs(position)
-        steps = self.config.max_steps
-        is_done = epochs >= self.config.epochs or (steps is not None and position.global_step >= steps)
+        steps = self.config.training.max_steps
+        is_done = epochs >= self.config.training.epochs or (
+            steps is not None and position.global_step >= steps
+        )
         return is_done or bool(self.early(position))
 
     def early(self, position: Progress) -> str:
         """Return `--stop-early` if its evaluations are over without a better score."""
-        most = self.config.stop_early
+        most = self.config.scores.stop_early
         return "--stop-early" if most is not None and position.since_best >= most else ""
 
     def due(self, position: Progress) -> Due:
@@ -320,14 +322,14 @@ class Limits:
         config, is_over = self.config, self.is_over(position)
         time_to_save, time_is_up = self._times()
         end = "--max-time" if time_is_up else ""
-        if config.stop_at and position.global_step >= config.stop_at:
+        if config.saving.stop_at and position.global_step >= config.saving.stop_at:
             end = "--stop-at"
         if is_over:
             epochs, _ = self._epochs(position)
-            end = self.early(position) or ("--epochs" if epochs >= config.epochs else "--max-steps")
-        save = bool(end) or time_to_save or self._is_due(config.save_every, position)
-        hook = config.every is not None and self._is_due(hook_interval(config.every), position)
-        evaluate = self.scores and (is_over or self._is_due(config.eval_every, position))
+            end = self.early(position) or ("--epochs" if epochs >= config.training.epochs else "--max-steps")
+        save = bool(end) or time_to_save or self._is_due(config.saving.save_every, position)
+        hook = config.log.every is not None and self._is_due(hook_interval(config.log.every), position)
+        evaluate = self.scores and (is_over or self._is_due(config.task.eval_every, position))
         return Due(evaluate, save, hook, end)
 
     def _epochs(self, position: Progress) -> tuple[int, bool]:
@@ -346,7 +348,7 @@ class Limits:
 
     def _times(self) -> tuple[bool, bool]:
         """Return whether it is time to save, and whether the time is up, by rank 0's clock. A collective."""
-        interval, limit = self.config.save_every.seconds, self.config.max_time
+        interval, limit = self.config.saving.save_every.seconds, self.config.training.max_time
         if interval is None and limit is None:
             return False, False
         now = self.clock()
