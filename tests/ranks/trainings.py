@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.data_set import Data
 from train.main import steps_of_epoch
 from train.tasks import builtin as tasks

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.ranks import runs
 from train.checkpoint.files import DELTA, numbered
 from train.checkpoint.format import read
-from train.config.shared import Every
+from train.config.flags import Every
 
 EACH = {"save_every": Every(1, "steps")}
 SETTINGS = {**EACH, "ema": 0.9, "optimizer": "adamw", "momentum": None, "keep_best": 1}

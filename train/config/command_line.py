@@ -1,26 +1,223 @@
-"""The command line of a training: read, with a file of settings, and written again; and its plan."""
+"""Settings as a command line and as a file: read, checked, and written again.
+
+    data = "folder:pictures"
+    lr = 0.05
+    rank-batch = [2, 10]        # 2,10 on the command line
+    drop-last = true
+
+Each value is read as the flag reads it. The table [about] is what a run says of itself, and no setting.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.distributed.group import given_world_size, started_by_launcher
 from ckpttool.distributed.plan import ENDLESS, Plan
 from ckpttool.distributed.plan import check as check_dealt
-from ckpttool.errors import UsageFault
-from train.config import optimizing, settings_file
-from train.config.flags import GROUPS, Parser, add_flags, closest, name_of
-from train.config.training import TrainConfig, check
+from ckpttool.errors import Unreadable, UsageFault
+from ckpttool.files.failures import reason
+from ckpttool.transforms.mapping.toml_text import lines, text
+from train.config import sections
+from train.config.flags import (
+    Field,
+    Parser,
+    add_flags,
+    closest,
+    fields_of,
+    flags_in,
+    name_of,
+    setting_of,
+)
+from train.config.sections import TrainConfig, check
+
+CONFIG_FILE = "config.toml"
+# How a run's own file begins, which no other file may be overwritten by.
+MARK = "# Settings of a run of train/main.py"
+HEAD = f"{MARK}.\n# The names are those of its flags, and what stands behind a # is the default.\n"
+ABOUT = "about"
+
+# Flags that say where settings come from.
+SOURCES = ("config", "like", "unset", "print_config")
+# Settings of one start, which no other run of the kind takes over.
+OF_A_START = (*SOURCES, "out", "resume", "force", "change", "preview", "json", "stop_at", "spawn")
+
+MAX_BYTES = 1 << 16
+TWICE = re.compile(r"overwrite a value \(at (?:line (\d+)|end)")
+
+Flags = Mapping[str, argparse.Action]
+
+
+class FileSettings(NamedTuple):
+    """What a file says: as on a command line, which of these flags it turns off, and its [about]."""
+
+    arguments: list[str]
+    off: list[str]
+    about: dict[str, Any]
+
+
+def read_settings(path: str, flags: Flags, meant: Callable[[str], str | None]) -> FileSettings:
+    """Return the settings in a file.
+
+    Args:
+        flags: by name, with its dashes.
+        meant: flag -> the one that it may be a slip for.
+
+    Raises:
+        Unreadable: there is no such file.
+        UsageFault: it is not TOML, or names what is no flag, twice, or with a value of another kind.
+    """
+    try:
+        table = _table(_contents(path))
+        about = table.pop(ABOUT, {})
+        settings = FileSettings([], [], about if isinstance(about, dict) else {})
+        for key, value in table.items():
+            _add(settings, key, value, flags, meant)
+    except UsageFault as fault:
+        raise UsageFault(f"{path}: {fault.message}", hint=fault.hint) from None
+    return settings
+
+
+def _contents(path: str) -> str:
+    try:
+        with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Unreadable(path, "is not a regular file")
+            contents = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise Unreadable(path, reason(error)) from error
+    if len(contents) > MAX_BYTES:
+        raise UsageFault(f"is longer than {MAX_BYTES >> 10} KiB, and holds settings alone")
+    try:
+        return contents.decode()
+    except UnicodeDecodeError:
+        raise UsageFault("is no text in UTF-8") from None
+
+
+def _table(contents: str) -> dict[str, Any]:
+    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        table: dict[str, Any] = tomllib.loads(contents)
+    except (ValueError, RecursionError) as error:
+        if twice := TWICE.search(str(error)):
+            given = contents.rstrip().splitlines()
+            number = int(twice[1] or len(given))
+            key = given[number - 1].partition("=")[0].strip()
+            raise UsageFault(f"line {number}: {key} is given twice", hint="give it once") from None
+        raise UsageFault(f"is not TOML: {str(error)[:200]}") from None
+    return table
+
+
+def _add(
+    settings: FileSettings, key: str, value: Any, flags: Flags, meant: Callable[[str], str | None]
+) -> None:
+    flag, arguments = f"--{key}", settings.arguments
+    action = flags.get(flag)
+    if isinstance(value, dict):
+        hint = "settings stand above all tables, under the names of the flags"
+        raise UsageFault(f"[{key}]: a table, and no setting is one", hint=hint)
+    if action is None:
+        suggested = (meant(flag) or "").removeprefix("--")
+        known = "python train/main.py --print-config lists the settings"
+        raise UsageFault(f"{key}: no such setting", hint=f"did you mean {suggested}?" if suggested else known)
+    if action.dest in (*SOURCES, "help"):
+        raise UsageFault(f"{key}: belongs on the command line")
+    if action.nargs != "?" and isinstance(value, bool) != (action.nargs == 0):
+        what = "takes a value, not" if isinstance(value, bool) else "is true or false, not"
+        raise UsageFault(f"{key}: {what} {text(value)[:80]}")
+    if isinstance(value, bool):
+        # In both cases: then it is known that the flag takes no value.
+        arguments.append(flag)
+        settings.off.extend([action.dest] * (not value))
+    elif isinstance(value, list) and (isinstance(action, argparse._AppendAction) or action.nargs == 2):
+        words = [_word(key, each) for each in value]
+        if action.nargs == 2 and len(words) != 2:  # others would be read as flags
+            raise UsageFault(f"{key}: takes 2 values, not {len(words)}")
+        arguments += [flag, *words] if action.nargs == 2 else [f"{flag}={word}" for word in words]
+    else:
+        each = value if isinstance(value, list) else [value]
+        arguments.append(f"{flag}={','.join(_word(key, one) for one in each)}")
+
+
+def _word(key: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UsageFault(f"{key}: {text(value)[:80]} is no value of a flag")
+    return str(value)
+
+
+# ---- a run's own ---------------------------------------------------------------------------------------
+
+
+def is_of_a_run(path: str) -> bool:
+    """Return whether a run has written a file, and may write it anew."""
+    try:
+        return os.path.isfile(path) and not os.path.islink(path) and _contents(path).startswith(MARK)
+    except (UsageFault, Unreadable):
+        return False
+
+
+def written_settings(
+    fields: Sequence[tuple[str, Field]],
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> str:
+    """Return settings as a file of them, each on a line, with the defaults as comments.
+
+    Args:
+        fields: with the names of their flags, without dashes, in order.
+        values, defaults: by the names of the fields, as primitives.
+        about: what else is said of a run, in the table [about].
+    """
+    return "\n".join([HEAD, *_setting_lines(fields, values, defaults), *lines(f"[{ABOUT}]", about), ""])
+
+
+def _setting_lines(
+    fields: Sequence[tuple[str, Field]], values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[str]:
+    group = ""
+    for key, field in fields:
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            yield from ("", f"# ---- {group} ----")
+        value = values[setting_of(field)]
+        shown = not value if field.default is True else value  # the flag is `no-...`
+        if value is None or value == ():
+            yield f"# {key}: not given"
+        else:
+            yield f"{'# ' * bool(value == defaults[setting_of(field)])}{key} = {text(shown)}"
+
+
+# ---- the command line --------------------------------------------------------------------------------
+
 
 # Flags that name a file of settings.
 FILES = ("config", "like")
+
+# What the help shows first.
+FIRST: tuple[str, ...] = (
+    "data",
+    "task",
+    "model",
+    "init",
+    "epochs",
+    "batch_size",
+    "optimizer",
+    "lr",
+    "weight_decay",
+    "amp",
+)
+FIRST += ("seed", "workers", "spawn", "out", "resume")
 
 EXAMPLES = """\
 examples:
@@ -36,7 +233,7 @@ def train_parser() -> Parser:
     """Return the parser of train/main.py."""
     about = "Train a model on one or many ranks, exactly."
     parser = Parser("train/main.py", "[flags]", about, EXAMPLES)
-    add_flags(parser, TrainConfig)
+    add_flags(parser, TrainConfig, FIRST)
     # What is given, and not by a default, takes the place of what a file says.
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -52,17 +249,18 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
     given = vars(parser.parse_args(arguments))
     config = _complete({**_of_file(parser, given), **given})
     check(config)
-    check_plan(config, config.spawn or given_world_size())
+    check_plan(config, config.ranks.spawn or given_world_size())
     return config
 
 
 def _complete(values: dict[str, Any]) -> TrainConfig:
     """Return the configuration of what is given; some defaults depend on the optimizer and --rank-batch."""
-    optimizer = values.get("optimizer", TrainConfig.optimizer)
-    batch_size = sum(values.get("rank_batch") or [TrainConfig.batch_size])
-    values = {"batch_size": batch_size, **optimizing.defaults(optimizer), **values}
+    usual = TrainConfig()
+    optimizer = values.get("optimizer", usual.optimizer.name)
+    batch_size = sum(values.get("rank_batch") or [usual.batch.size])
+    values = {"batch_size": batch_size, **sections.defaults_of(optimizer), **values}
     settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return TrainConfig(**settings)
+    return usual.changed(**settings)
 
 
 def _of_file(parser: Parser, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +290,7 @@ def _of_file(parser: Parser, given: Mapping[str, Any]) -> dict[str, Any]:
 def _read(parser: Parser, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings in a file, by field, and its [about]."""
     flags = parser._option_string_actions
-    read = settings_file.read(path, flags, lambda flag: closest(flag, [*flags]))
+    read = read_settings(path, flags, lambda flag: closest(flag, [*flags]))
     try:
         values = vars(parser.parse_args(read.arguments))
     except UsageFault as fault:
@@ -102,7 +300,7 @@ def _read(parser: Parser, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def own_path(run: str) -> str:
     """Return the file of settings in the folder of a run."""
-    return os.path.join(run, settings_file.NAME)
+    return os.path.join(run, CONFIG_FILE)
 
 
 def of_run(run: str) -> tuple[TrainConfig, dict[str, Any]]:
@@ -113,11 +311,10 @@ def of_run(run: str) -> tuple[TrainConfig, dict[str, Any]]:
 
 def settings_text(config: TrainConfig, *, about: Mapping[str, Any] | None = None) -> str:
     """Return a configuration as a file of settings; with `about`, as that of a run."""
-    left_out = settings_file.SOURCES if about is None else settings_file.OF_A_START
-    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
-    fields.sort(key=lambda field: GROUPS.index(field.metadata["group"]))
-    named = [(name_of(field).removeprefix("--"), field) for field in fields if field.name not in left_out]
-    return settings_file.written(named, config.plain(), _defaults(config), about or {})
+    left_out = SOURCES if about is None else OF_A_START
+    fields = [field for field in flags_in(type(config)) if setting_of(field) not in left_out]
+    named = [(name_of(field).removeprefix("--"), field) for field in fields]
+    return written_settings(named, config.plain(), _defaults(config), about or {})
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
@@ -132,16 +329,16 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
 
 def _defaults(config: TrainConfig) -> dict[str, Any]:
     """Return what a setting is where no flag is given, as primitives."""
-    return {**TrainConfig().plain(), **optimizing.defaults(config.optimizer)}
+    return {**TrainConfig().plain(), **sections.defaults_of(config.optimizer.name)}
 
 
 def arguments_of(config: TrainConfig) -> list[str]:
     """Return the command line that gives this configuration, without defaults and files of settings."""
     defaults, values = _defaults(config), config.plain()
     arguments: list[str] = []
-    for field in dataclasses.fields(config):
-        value, flag = values[field.name], name_of(field)
-        if value == defaults[field.name] or field.name in settings_file.SOURCES:
+    for name, (_, field) in fields_of(type(config)).items():
+        value, flag = values[name], name_of(field)
+        if value == defaults[name] or name in SOURCES:
             continue
         if field.metadata.get("action") == "append":
             arguments += [part for item in value for part in (flag, item)]
@@ -188,8 +385,8 @@ def to_paste(words: Sequence[str]) -> str:
 def flags_of(config: TrainConfig) -> list[str]:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
     names = ("task", "test_data", "block_size", "eval_batch", "mean", "std", "resize", "also_test")
-    usual = TrainConfig(**{name: getattr(config, name) for name in names})
-    return ["--model", config.model, "--data", config.data, *arguments_of(usual)]
+    usual = TrainConfig.of(**{name: config[name] for name in names})
+    return ["--model", config.model.name, "--data", config.data.name, *arguments_of(usual)]
 
 
 # ---- the plan that the flags describe ------------------------------------------------------------------
@@ -201,60 +398,68 @@ def make_plan(config: TrainConfig, samples: int) -> Plan:
     `ENDLESS` samples are a stream's, whose last batch nobody knows.
     """
     is_stream = samples >= ENDLESS
-    samples -= samples % config.batch_size * is_stream
+    samples -= samples % config.batch.size * is_stream
     # With "auto", shares are equal until the ranks' speeds have been measured.
-    shares = config.rank_share if isinstance(config.rank_share, tuple) else None
+    shares = config.batch.rank_share if isinstance(config.batch.rank_share, tuple) else None
     names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "set_epoch", "rank_batch")
-    settings = {name: getattr(config, name) for name in names}
+    settings = {name: config[name] for name in names}
     return Plan(samples, **settings, rank_share=shares, in_order=is_stream)
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data."""
-    if config.sampler == "none" and not config.preview:
+    if config.batch.sampler == "none" and not config.preview.shown:
         hint = "give exact or torch, or --preview to see it"
         raise UsageFault("--sampler none: every rank would train on all samples", hint=hint)
-    if config.rank_share == "auto" and (config.rank_batch or config.sampler != "exact"):
-        other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
+    if config.batch.rank_share == "auto" and (config.batch.rank_batch or config.batch.sampler != "exact"):
+        other = "--rank-batch" if config.batch.rank_batch else f"--sampler {config.batch.sampler}"
         hint = "give one of them"
         raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
     _check_sharding(config, world_size)
-    if config.virtual_ranks is not None:
-        _check_virtual_ranks(config, config.virtual_ranks, world_size)
-    check_dealt(make_plan(config, config.batch_size), world_size, called=flag)
+    if config.batch.virtual_ranks is not None:
+        _check_virtual_ranks(config, config.batch.virtual_ranks, world_size)
+    check_dealt(make_plan(config, config.batch.size), world_size, called=flag)
 
 
-def mesh_sizes(config: TrainConfig, world_size: int) -> tuple[int, int]:
+def mesh_sizes(mesh: str | None, world_size: int) -> tuple[int, int]:
     """Return the number of groups that hold the whole model each, and of the ranks in each."""
-    groups, ranks = config.mesh.split("x") if config.mesh else (1, world_size)
+    groups, ranks = mesh.split("x") if mesh else (1, world_size)
     return int(groups), int(ranks)
 
 
 def _check_sharding(config: TrainConfig, world_size: int) -> None:
     """Refuse flags that need `--shard`, and those that can't be combined with it; UsageFault names both."""
-    if not config.shard:
+    if not config.model.shard:
         for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload", "save_parts"):
-            if getattr(config, name):
+            if config[name]:
                 raise UsageFault(
                     f"--{name.replace('_', '-')}: needs --shard", hint="give it, or leave this out"
                 )
         return
     against = (
-        ("--zero", config.zero, "the optimizer's state is divided already"),
-        (f"--virtual-ranks {config.virtual_ranks}", config.virtual_ranks, "they add whole gradients"),
-        ("--find-unused", config.find_unused, "gradients of a unit are sent as one, and all ranks need each"),
-        ("--rank-share auto", config.rank_share == "auto", "ranks wait for each other in every pass"),
-        ("--every", config.every, "its function gets a copy of the model, of which a rank has a part"),
+        ("--zero", config.optimizer.zero, "the optimizer's state is divided already"),
+        (
+            f"--virtual-ranks {config.batch.virtual_ranks}",
+            config.batch.virtual_ranks,
+            "they add whole gradients",
+        ),
+        (
+            "--find-unused",
+            config.model.find_unused,
+            "gradients of a unit are sent as one, and all ranks need each",
+        ),
+        ("--rank-share auto", config.batch.rank_share == "auto", "ranks wait for each other in every pass"),
+        ("--every", config.log.every, "its function gets a copy of the model, of which a rank has a part"),
     )
-    if config.save_parts and config.prove_every:
+    if config.saving.save_parts and config.saving.prove_every:
         what = "--save-parts and --prove-every: the record names digests of whole tensors"
         raise UsageFault(what, hint="leave out one of them")
     _refuse_beside("--shard", against)
-    groups, ranks = mesh_sizes(config, world_size)
+    groups, ranks = mesh_sizes(config.model.mesh, world_size)
     if groups * ranks != world_size:
         hint = "give as many groups and ranks in each as there are ranks"
         raise UsageFault(
-            f"--mesh {config.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
+            f"--mesh {config.model.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
         )
 
 
@@ -263,28 +468,40 @@ def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> 
     if virtual % world_size:
         hint = "start a number of ranks that divides it, or give a multiple of theirs"
         raise UsageFault(f"{given}: does not divide by {world_size} ranks", hint=hint)
-    if virtual > config.batch_size:
+    if virtual > config.batch.size:
         hint = f"give --batch-size {virtual} or more"
-        raise UsageFault(f"{given}: more than the {config.batch_size} samples in a batch", hint=hint)
+        raise UsageFault(f"{given}: more than the {config.batch.size} samples in a batch", hint=hint)
     shares = "virtual ranks have equal shares"
     apart = "virtual ranks compute apart, and each normalises by its own samples"
     against = (
-        ("--rank-batch", config.rank_batch is not None, shares),
-        ("--rank-share", config.rank_share is not None, shares),
-        (f"--sampler {config.sampler}", config.sampler != "exact", "its repeats depend on the ranks"),
-        (f"--batchnorm {config.batchnorm}", config.batchnorm != "plain", apart),
-        ("--find-unused", config.find_unused, "every virtual rank needs the gradient of all parameters"),
-        ("--compile", config.compile, "code that each rank compiles need not give the same bits"),
-        ("--preview", config.preview, "it shows ranks; virtual rank v takes what rank v takes of as many"),
+        ("--rank-batch", config.batch.rank_batch is not None, shares),
+        ("--rank-share", config.batch.rank_share is not None, shares),
+        (
+            f"--sampler {config.batch.sampler}",
+            config.batch.sampler != "exact",
+            "its repeats depend on the ranks",
+        ),
+        (f"--batchnorm {config.model.batchnorm}", config.model.batchnorm != "plain", apart),
+        (
+            "--find-unused",
+            config.model.find_unused,
+            "every virtual rank needs the gradient of all parameters",
+        ),
+        ("--compile", config.model.compile, "code that each rank compiles need not give the same bits"),
+        (
+            "--preview",
+            config.preview.shown,
+            "it shows ranks; virtual rank v takes what rank v takes of as many",
+        ),
     )
     _refuse_beside(given, against)
 
 
 def _refuse_beside(given: str, against: Sequence[tuple[str, object, str]]) -> None:
     """Refuse the first other flag that is given, with the reason why it can't be combined."""
-    for other, is_given, reason in against:
+    for other, is_given, why in against:
         if is_given:
-            raise UsageFault(f"{given} and {other}: {reason}", hint="leave out one of them")
+            raise UsageFault(f"{given} and {other}: {why}", hint="leave out one of them")
 
 
 def flag(field: str) -> str:

@@ -1,17 +1,18 @@
-"""A run in its folder: its parts, what is opened for it, when it evaluates and saves, and how it ends.
-
-Imports torch.
-"""
+"""A run in its folder: its parts, when it evaluates and saves, and how it ends. Imports torch."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ckpttool.distributed import collectives, heartbeat
@@ -20,20 +21,110 @@ from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from train import console
 from train.checkpoint.resume import resume
 from train.checkpoint.saver import Saver
-from train.config.training import TrainConfig, hook_interval
+from train.config.sections import TrainConfig, hook_interval
 from train.data.data_set import Data
-from train.launch.stopping import Stop
+from train.launch.program import Stop
 from train.log import trackers
-from train.log.profiling import Profile
+from train.log.step_log import Profile
 from train.run import folder as folders
-from train.run import own_settings, proof
-from train.run.agreement import Agreement
+from train.run import proof
 from train.run.hook import Hook
 from train.run.report import Report
-from train.tasks.task import Task
+from train.tasks.builtin import Task
 from train.trainer import shares
 from train.trainer.progress import Progress, Scores, TrainScore
 from train.trainer.trainer import Trainer
+
+# Seconds between two messages. Where steps are shorter, there is none in some of them.
+SPACING = 0.25
+
+# Steps between two messages at most.
+MOST = 10
+
+# Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next.
+LONG = 1.0
+
+# Seconds that are told of a step at most.
+LONGEST = 1e6
+
+
+class Agreement:
+    """Tells all ranks that one was told to end, and how far the save has come on each.
+
+        agreement.begin()     # in each step, before the optimizer's
+        agreement.finish()    # after it
+
+    To read a message in its own step is to wait once more for the slowest rank, which costs some per cent of
+    a short step. By the next one it has arrived: the gradients have made the ranks wait for each other.
+    """
+
+    def __init__(self, stop: Stop, saver: Saver) -> None:
+        self.stop, self.saver = stop, saver
+        self._is_alone = collectives.world_size() == 1
+        self._group: dist.ProcessGroup | None = None
+        if not self._is_alone and dist.get_backend() != "gloo":
+            group = dist.new_group(backend="gloo")  # over NCCL the CPU would wait for the GPU
+            assert isinstance(group, dist.ProcessGroup)  # of all ranks, and this is one
+            self._group = group
+        # In which step, this rank's values, and the work after which they are the largest of all ranks'.
+        self._sent: deque[tuple[int, torch.Tensor, dist.Work | None]] = deque()
+        self._step = self._sent_in = 0
+        self._spacing, self._waits = 1, True
+        self._began, self._gap, self._seconds = time.monotonic(), math.inf, math.inf
+
+    def begin(self) -> None:
+        """Send what this rank has to tell, if it is time for that; do not wait."""
+        self._step += 1
+        gap, self._began = time.monotonic() - self._began, time.monotonic()
+        # An evaluation or a save between two steps lengthens one gap: a step is long if two in a row are.
+        self._gap, self._seconds = gap, min(gap, self._gap)
+        if self._step - self._sent_in >= self._spacing and not self._is_alone:
+            self._send()
+
+    def finish(self, *, wait: bool = False) -> str:
+        """Act on what the ranks have told, the same on each; return the signal by which one was told to end.
+
+        A collective where a message was sent, and raises as `Saver.advance`. `wait` leaves nothing for later.
+        """
+        signal_of_any = self._act(self._word()) if self._is_alone else ""
+        while self._sent and (wait or self._waits or signal_of_any or self._sent[0][0] < self._step):
+            _, values, work = self._sent.popleft()
+            if work is not None:
+                work.wait()
+            signal_of_any = self._act([int(value) for value in values.tolist()]) or signal_of_any
+        return signal_of_any
+
+    def ask(self) -> str:
+        """Send a message in any case, and wait for it. A collective, as `finish`."""
+        if not self._is_alone:
+            self._send()
+        return self.finish(wait=True)
+
+    def _act(self, told: list[int]) -> str:
+        number, milliseconds, microseconds, *of_save = told
+        self._spacing = max(1, min(int(SPACING * 1e6) // max(microseconds, 1), MOST))
+        self._waits = microseconds >= LONG * 1e6
+        self.saver.advance(*of_save)
+        if number:
+            self.stop.heard(number, milliseconds / 1e3)
+        return signal.Signals(number).name if number else ""
+
+    def _send(self) -> None:
+        values = torch.tensor(self._word(), dtype=torch.int64)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._sent.append((self._step, values, work))
+        self._sent_in = self._step
+
+    def _word(self) -> list[int]:
+        """Return what this rank tells; of each number, the largest of any rank counts."""
+        number = self.stop.number
+        since = int(self.stop.seconds() * 1e3) if number else 0
+        return [number, since, int(min(self._seconds, LONGEST) * 1e6), *self.saver.word()]
+
+
+# ---- the run -----------------------------------------------------------------------------------------
+
+# Imports torch.
 
 
 @dataclass(frozen=True)
@@ -62,14 +153,14 @@ class Run:
         trainer.feed.recorder = proof.recorder_of(trainer, folder)
         measured = [("shares", text) for text in shares.settle(trainer)]
         trainer.recorder.begin(resumed.source)
-        like = collectives.from_rank_zero(lambda: own_settings.write(trainer, folder))
+        like = collectives.from_rank_zero(lambda: folders.write_settings(trainer, folder))
         self.limits = Limits(config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers))
         self.report = Report(trainer, folder)
         self.saver = Saver(trainer, folder, self.report.event)
-        is_profiled = config.profile is not None and collectives.rank() == 0
+        is_profiled = config.log.profile is not None and collectives.rank() == 0
         start = trainer.progress.global_step
-        self.profile = Profile(config.profile or "", folder, trainer.log, start) if is_profiled else None
-        self.stop = Stop(config.grace, self._left_undone)
+        self.profile = Profile(config.log.profile or "", folder, trainer.log, start) if is_profiled else None
+        self.stop = Stop(config.saving.grace, self._left_undone)
         self.agreement = Agreement(self.stop, self.saver)
         self.hook = Hook(trainer, folder, self.report.event, lambda: self.stop.number)
         self._begin_step: Callable[[int], None] = lambda _: None
@@ -118,7 +209,7 @@ class Run:
     def begin(self) -> str:
         """Begin with the next step; return `--stop-at` if that is behind."""
         step = self.trainer.progress.global_step
-        if self.config.stop_at and self.config.stop_at <= step and not self.is_over():
+        if self.config.saving.stop_at and self.config.saving.stop_at <= step and not self.is_over():
             return "--stop-at"
         self.begin_step()
         return ""
@@ -129,9 +220,9 @@ class Run:
         self._begin_step(step)
         if self.profile is not None:
             self.profile.begin_step(step)
-        if step == self.trainer.updater.total_steps + 1 and self.config.scheduler != "none":
+        if step == self.trainer.updater.total_steps + 1 and self.config.schedule.name != "none":
             # Of a stream that is longer than it says, or whose lanes have very different lengths.
-            ends = f"--scheduler {self.config.scheduler} ends with step {step - 1}, by what --data says"
+            ends = f"--scheduler {self.config.schedule.name} ends with step {step - 1}, by what --data says"
             text = f"{ends}, and the stream goes on: --max-steps says its length"
             self.report.event("schedule ended", text, step - 1)
 
@@ -164,14 +255,14 @@ class Run:
         """Return whether scores are the best so far, and among the best of `--keep-best`."""
         if tested is None:
             return False, False
-        return self.trainer.progress.note(self.trainer.selection.merit(tested), self.config.keep_best)
+        return self.trainer.progress.note(self.trainer.selection.merit(tested), self.config.scores.keep_best)
 
     def finish(self, end: str) -> None:
         """Wait for the last save, and say what it and a signal have come to."""
         if self.profile is not None:
             self.report.profiled(self.profile.end_step(self.trainer.progress.global_step, last=True))
             if not self.profile.done:
-                console.warn(f"--profile {self.config.profile}: the run has taken none of these steps")
+                console.warn(f"--profile {self.config.log.profile}: the run has taken none of these steps")
         self.saver.finish()
         self.report.note_signal(end, self.stop)
 
@@ -210,13 +301,15 @@ class Limits:
     def is_over(self, position: Progress) -> bool:
         """Return whether the training has all its steps."""
         epochs, _ = self._epochs(position)
-        steps = self.config.max_steps
-        is_done = epochs >= self.config.epochs or (steps is not None and position.global_step >= steps)
+        steps = self.config.training.max_steps
+        is_done = epochs >= self.config.training.epochs or (
+            steps is not None and position.global_step >= steps
+        )
         return is_done or bool(self.early(position))
 
     def early(self, position: Progress) -> str:
         """Return `--stop-early` if its evaluations are over without a better score."""
-        most = self.config.stop_early
+        most = self.config.scores.stop_early
         return "--stop-early" if most is not None and position.since_best >= most else ""
 
     def due(self, position: Progress) -> Due:
@@ -229,14 +322,14 @@ class Limits:
         config, is_over = self.config, self.is_over(position)
         time_to_save, time_is_up = self._times()
         end = "--max-time" if time_is_up else ""
-        if config.stop_at and position.global_step >= config.stop_at:
+        if config.saving.stop_at and position.global_step >= config.saving.stop_at:
             end = "--stop-at"
         if is_over:
             epochs, _ = self._epochs(position)
-            end = self.early(position) or ("--epochs" if epochs >= config.epochs else "--max-steps")
-        save = bool(end) or time_to_save or self._is_due(config.save_every, position)
-        hook = config.every is not None and self._is_due(hook_interval(config.every), position)
-        evaluate = self.scores and (is_over or self._is_due(config.eval_every, position))
+            end = self.early(position) or ("--epochs" if epochs >= config.training.epochs else "--max-steps")
+        save = bool(end) or time_to_save or self._is_due(config.saving.save_every, position)
+        hook = config.log.every is not None and self._is_due(hook_interval(config.log.every), position)
+        evaluate = self.scores and (is_over or self._is_due(config.task.eval_every, position))
         return Due(evaluate, save, hook, end)
 
     def _epochs(self, position: Progress) -> tuple[int, bool]:
@@ -255,7 +348,7 @@ class Limits:
 
     def _times(self) -> tuple[bool, bool]:
         """Return whether it is time to save, and whether the time is up, by rank 0's clock. A collective."""
-        interval, limit = self.config.save_every.seconds, self.config.max_time
+        interval, limit = self.config.saving.save_every.seconds, self.config.training.max_time
         if interval is None and limit is None:
             return False, False
         now = self.clock()

@@ -12,15 +12,13 @@ from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed, RanksDiffer
 from train.config import command_line
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.augment import augmented
 from train.data.batches import Undamaged, load, trial_batch
-from train.data.collate import digest_of
 from train.data.data_set import Data
-from train.data.lane import Position
-from train.data.samples import count
-from train.data.stream import Read, Stream
-from train.tasks.task import Task
+from train.data.samples import count, digest_of
+from train.data.stream import Position, Read, Stream
+from train.tasks.builtin import Task
 from train.trainer.progress import Progress, Recorder
 
 MARK = 5  # hexadecimal digits of a digest that ranks compare: squares are exact in float64 on 8192 ranks
@@ -41,10 +39,10 @@ class Feed:
         self.plan: Plan = command_line.make_plan(config, count(data.train))
         self.stream = data.train if isinstance(data.train, Stream) else None
         if self.stream is not None:
-            self.stream.batch_size = config.batch_size
-        elif config.skip_damaged:
+            self.stream.batch_size = config.batch.size
+        elif config.data.skip_damaged:
             self.samples = Undamaged(self.samples)
-        self.is_planned = self.stream is None and not config.skip_damaged  # no planned sample is missing
+        self.is_planned = self.stream is None and not config.data.skip_damaged  # no planned sample is missing
         self.ends_at: int | None = None  # steps of the current epoch of a stream, once that is known
         self.positions: dict[int, Position] = {}  # of the stream's lanes, as far as this rank has used them
         self.skipped = 0  # what was left out with --skip-damaged, on all ranks
@@ -86,9 +84,9 @@ class Feed:
         # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
         indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
-        seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
+        seed = randomness.seed_from(self.config.numbers.seed, "workers", self.place.rank, epoch, step)
         how: dict[str, Any] = {"collation": self.collation, "seed": seed}
-        loaded = load(self.samples, indices, self.place, self.config.workers, **how)
+        loaded = load(self.samples, indices, self.place, self.config.ranks.workers, **how)
         for micro_batch, batch in zip(taken, loaded, strict=True):
             if isinstance(batch, Read):
                 self._note(batch)
@@ -205,6 +203,6 @@ class Feed:
             UsageFault: the shares can't be dealt: the file was changed.
         """
         ranks, shares = self.place.world_size, saved.get("rank_share")
-        if shares and self.config.rank_share == rank_share == "auto" and saved["world_size"] == ranks:
+        if shares and self.config.batch.rank_share == rank_share == "auto" and saved["world_size"] == ranks:
             self.plan = dataclasses.replace(self.plan, rank_share=tuple(shares))
             check(self.plan, ranks, command_line.flag)

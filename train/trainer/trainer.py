@@ -1,10 +1,15 @@
-"""One rank's model in training: what the loop of train/main.py calls in each step. Imports torch."""
+"""One rank's model and its steps. Imports torch.
+
+Imports torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,31 +24,125 @@ from ckpttool.distributed.dummy_pass import gradients_zeroed, leaving_no_trace, 
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
-from train.config.shared import OWN
-from train.config.training import TrainConfig
+from train.config.sections import OWN, ModelConfig, TrainConfig
 from train.data.data_set import Data
-from train.log.speed import Work, work_of
-from train.log.step_log import StepLog
+from train.log.step_log import StepLog, Work, work_of
 from train.model import wrapping
-from train.model.sharding import Sharded
 from train.model.updater import Updater
-from train.tasks.builtin import Classification, ModelLoss
-from train.tasks.task import Task
-from train.trainer import same_pass
+from train.model.wrapping import Sharded
+from train.tasks.builtin import Classification, ModelLoss, Task
+from train.trainer import preflight
 from train.trainer.feed import Feed
-from train.trainer.progress import Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore
-from train.trainer.selection import selection
-from train.trainer.trial import NO_GRADIENT
-from train.trainer.unused import AllUsed, Used
+from train.trainer.preflight import NO_GRADIENT
+from train.trainer.progress import Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore, selection
+
+Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def _wrapped(config: TrainConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
+class AllUsed:
+    """Makes sure that each pass of a step uses all parameters, as ranks sum gradients by their order.
+
+    used.between()      # after each pass but the last
+    used.end()          # CheckFailed names a parameter that a pass has left out
+
+    A parameter that only an earlier pass has used has a gradient all the same. Under DDP the last pass
+    matters, in which all gradients are averaged, and so written to. FSDP2 sums over ranks in each pass.
+    """
+
+    def __init__(self, settings: ModelConfig, parameters: Named, *, may_search: bool = True) -> None:
+        self.settings, self.parameters, self.may_search = settings, parameters, may_search
+        self._kept: list[torch.Tensor] = []  # with --shard, of the passes before
+        self._versions: list[int | None] = []  # else, before the last pass
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a pass without samples uses all, too
+
+    def between(self) -> None:
+        gradients = [parameter.grad for _, parameter in self.parameters]
+        if not self.settings.shard:
+            self._versions = [None if grad is None else grad._version for grad in gradients]
+            return
+        self._kept = self._added()
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
+    def end(self, step: int) -> None:
+        before, self._versions = self._versions or [None] * len(self.parameters), []
+        for (name, parameter), version in zip(self.parameters, before, strict=True):
+            if parameter.grad is None or parameter.grad._version == version:
+                raise self._unused(name, f"in step {step}")
+        if self._kept:
+            for (_, parameter), grad in zip(self.parameters, self._added(), strict=True):
+                parameter.grad = grad
+            self._kept = []
+
+    @torch.no_grad()
+    def _added(self) -> list[torch.Tensor]:
+        """Return the gradients with those of the passes before."""
+        for name, parameter in self.parameters:
+            if parameter.grad is None:
+                raise self._unused(name, "in a pass")
+        new = [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
+        return [kept.add_(grad) for kept, grad in zip(self._kept, new, strict=True)] if self._kept else new
+
+    def _unused(self, name: str, where: str) -> CheckFailed:
+        which = f"parameter {name} did not affect the output {where}"
+        why = f"{which}, and ranks average the gradients of all parameters"
+        flag = "give --find-unused, " if self.may_search and not self.settings.shard else ""
+        ways = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
+        return CheckFailed(f"--model {self.settings.name}: {why}", hint=f"{flag}{ways}")
+
+
+class Used:
+    """Which parameters the passes of a step have used, so that no rank updates the others.
+
+    In one process these have no gradient, and an optimizer leaves them as they are. DDP leaves out those that
+    no rank has used, but counts a pass without samples, whose gradients of zero bring momentum and decay.
+    """
+
+    def __init__(self, parameters: Named) -> None:
+        self.parameters = parameters
+        self._used: set[int] = set()
+        self._counts = True
+        for number, (_, parameter) in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._note, number))
+
+    def _note(self, number: int, _: torch.Tensor) -> None:
+        if self._counts:
+            self._used.add(number)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let a pass in the block count as none."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    def between(self) -> None:
+        """A pass is done, and not the last one of a step."""
+
+    def end(self, step: int) -> None:
+        """End a step's passes: take the gradients of parameters that no rank has used. A collective."""
+        own = torch.tensor([number in self._used for number in range(len(self.parameters))])
+        self._used.clear()
+        of_ranks = collectives.total(own.long()).tolist()
+        for (_, parameter), ranks in zip(self.parameters, of_ranks, strict=True):
+            if not ranks:
+                parameter.grad = None
+
+
+# ---- the trainer -------------------------------------------------------------------------------------
+
+
+def _wrapped(settings: ModelConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
     wrapping.compare(model, "before training")
     wrapping.share_extra_states(model)
-    if config.shard:
-        return Sharded(config, model, place)
+    if settings.shard:
+        return Sharded(settings, model, place)
     how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
-    return DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
+    return DistributedDataParallel(model, find_unused_parameters=settings.find_unused, **how)
 
 
 class Trainer:
@@ -59,33 +158,40 @@ class Trainer:
         self.config, self.data, self.place, self.task = config, data, place, task
         self.feed = Feed(config, data, task, place)
         self.progress = Progress()
-        self.selection = selection(config.best, task, tuple(data.others))
-        scored: dict[str, Any] = {"batch_size": config.eval_batch, "workers": config.workers}
-        scored["in_step"] = config.shard
+        self.selection = selection(config.scores.best, task, tuple(data.others))
+        scored: dict[str, Any] = {"batch_size": config.data.eval_batch, "workers": config.ranks.workers}
+        scored["in_step"] = config.model.shard
         of_test_sets = {OWN: data, **data.others} if data.test is not None else {}
         self.scorers = {name: Scorer(each, task, place, **scored) for name, each in of_test_sets.items()}
-        if not config.shard:  # there a rank may have no room for it
+        if not config.model.shard:  # there a rank may have no room for it
             model = model.to(place.device)
-        if config.batchnorm == "sync":
+        if config.model.batchnorm == "sync":
             batchnorm.to_sync(model)
-        self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
+        self.statistics = RunningStatistics(model) if config.model.batchnorm == "pooled" else None
         self.dummy_batch = self.feed.batch_of([0])
-        self._draws = self._draws_numbers(model) if config.accumulate > 1 or config.resume else False
+        self._draws = (
+            self._draws_numbers(model) if config.batch.accumulate > 1 or config.saving.resume else False
+        )
         work = work_of(config, task, place, model, self.dummy_batch) if place.rank == 0 else Work()
-        wrapping.wrap(config, model)
-        self.ddp = _wrapped(config, model, place)
-        self.differing = same_pass.compare(config, task, self.ddp.module, self.dummy_batch)
+        wrapping.wrap(config.model, model)
+        self.ddp = _wrapped(config.model, model, place)
+        self.differing = preflight.compare_pass(config.model, task, self.ddp.module, self.dummy_batch)
         self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
         trained = self.updater.parameters
-        self.used = Used(trained) if config.find_unused else AllUsed(config, trained)
-        self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
+        may_search = not config.batch.virtual_ranks
+        self.used = (
+            Used(trained)
+            if config.model.find_unused
+            else AllUsed(config.model, trained, may_search=may_search)
+        )
+        self.log = StepLog(config.log.log_every, place.device, last=self.updater.total_steps)
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
         self.before_update: Callable[[], object] = lambda: None
         self._count_sum: Callable[[], torch.Tensor] | None = None  # over ranks, of the present step
-        if not config.shard:
+        if not config.model.shard:
             settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
-        randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
+        randomness.seed_all(randomness.seed_from(config.numbers.seed, "rank", place.rank))
 
     @property
     def recorder(self) -> Recorder:
@@ -111,7 +217,7 @@ class Trainer:
     def passes(self, step: Step) -> int:
         """Return the number of forward passes of this rank in a step: its own, at least one; or the most of
         any rank, if a pass sends, as through synchronised layers, and ranks must take equally many."""
-        in_step = self.config.batchnorm == "sync" or self.config.shard
+        in_step = self.config.model.batchnorm == "sync" or self.config.model.shard
         return step.passes if in_step else max(len(step.micro_batches), 1)
 
     def run_dummy_step(
@@ -131,7 +237,7 @@ class Trainer:
 
     def not_compiled(self) -> AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
-        return wrapping.not_compiled() if self.config.compile else nullcontext()
+        return wrapping.not_compiled() if self.config.model.compile else nullcontext()
 
     def depends_on_passes(self, *, shares: bool = False) -> str:
         """Return why another `--accumulate` would be another training; "" if it would be the same.
@@ -171,7 +277,7 @@ class Trainer:
         """Return the context of a backward pass: where nothing counts, the gradient of a mean is NaN."""
         if not loss.requires_grad:  # torch's own error does not say in which step
             where = f"in step {self.progress.global_step + 1} the loss of rank {self.place.rank}"
-            what = f"{where} does not depend on the parameters of --model {self.config.model}"
+            what = f"{where} does not depend on the parameters of --model {self.config.model.name}"
             raise CheckFailed(f"--task {self.task.name}: {what}", hint=NO_GRADIENT)
         # A count that lies on the GPU is waited for only where the loss is such a mean.
         is_near = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
@@ -197,7 +303,7 @@ class Trainer:
         planned = step.global_size
         if not self.feed.is_planned:
             step = self.feed.settle(step, int(told[0]), told[1:])
-            if self.epoch_ends_with(step) and self.progress.epoch + 1 == self.config.epochs:
+            if self.epoch_ends_with(step) and self.progress.epoch + 1 == self.config.training.epochs:
                 self.log.last = self.progress.global_step + 1
         if not total > 0:
             sums.loss = sums.count = 0  # a user's own sum over nothing may be NaN
@@ -231,7 +337,7 @@ class Trainer:
             self.log.add(sums.loss, sums.count)
         facts: dict[str, Any] = {"samples": step.global_size, "lr": progress.lr, "epochs": self.epochs_done()}
         loss = self.log.step(progress.global_step, **facts, grad_norm=norm)
-        may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
+        may_overflow = self.config.numbers.amp == "fp16"  # the scaler then leaves the step out
         if loss is not None and math.isnan(loss) and not may_overflow:
             collectives.report_once(self._refuse_nan)
         self.recorder.step(progress.global_step)

@@ -22,7 +22,7 @@ from ckpttool.files import commit
 from tests.ranks import runs, trainings
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import saver as saving
-from train.config.shared import Every
+from train.config.flags import Every
 from train.main import steps_of_epoch
 from train.run.run import Limits
 

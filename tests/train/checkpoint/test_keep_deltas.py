@@ -20,7 +20,7 @@ from tests.ranks.programs import start
 from tests.support.kept_steps import EVERY, SETTINGS, delta, same, state_of, steps_in, whole
 from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of
-from train.checkpoint import deltas, parts
+from train.checkpoint import files
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import saver as saving
 from train.checkpoint.files import DELTA, numbered
@@ -68,9 +68,9 @@ def test_a_delta_is_read_back_with_its_views_ties_types_and_numbers(tmp_path):
     before, after = odd_state(), {**odd_state(), "stream": odd, "best": float("nan"), "big": 1 << 70}
     for number, state in enumerate((before, after), start=1):
         torch.save({**state, "digests": {}, "global_step": 1}, tmp_path / numbered(number))
-    assert deltas.keep_delta(str(tmp_path), 2, 9, "") == ""
+    assert files.keep_delta(str(tmp_path), 2, 9, "") == ""
     path = tmp_path / numbered(2, ending=DELTA)
-    with deltas.as_torch_reads(str(path)) as file:
+    with files.as_torch_reads(str(path)) as file:
         found = torch.load(file, weights_only=True)
     expected = torch.load(tmp_path / numbered(2), weights_only=True)
     assert list(found) == list(expected) and repr(found) == repr(expected)
@@ -87,7 +87,7 @@ def test_the_commands_and_evaluate_read_a_delta(runs_of_two, cli):
     assert cli("verify", path).code == 0
     assert "AdamW" in cli("inspect", path).out
     assert cli("digest", path).out.split()[0] == cli("digest", other).out.split()[0]
-    assert parts.named_in(str(path)) == str(path)
+    assert files.parts_named_in(str(path)) == str(path)
 
 
 # ---- going on ------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_keep_leaves_what_its_deltas_are_built_on(run_ranks, tmp_path, keep, sav
 
 def fill_the_disk_in_step_3(step: int, patch: pytest.MonkeyPatch, folder: Path) -> None:
     if step == 3:
-        patch.setattr(deltas, "delta", no_room)
+        patch.setattr(files, "delta", no_room)
 
 
 def no_room(*_: object, **__: object) -> None:
@@ -304,8 +304,8 @@ def save(folder: Path, step: int) -> None:
     """Save as the trainer does, after each step of a tiny training."""
     state = {"w": torch.full((50,), float(step)), "digests": {}, "global_step": step}
     checkpoint_files.write(state, str(folder), ["last.pt", numbered(step)])
-    assert deltas.keep_delta(str(folder), step, 9, "") == ""
-    deltas.drop_wholes(str(folder), step, "")
+    assert files.keep_delta(str(folder), step, 9, "") == ""
+    files.drop_wholes(str(folder), step, "")
 
 
 def kill_before(patch: pytest.MonkeyPatch, number: int) -> None:
@@ -328,7 +328,7 @@ def kill_before(patch: pytest.MonkeyPatch, number: int) -> None:
 def steps_read(folder: Path, *steps: int) -> list[float]:
     found = []
     for step in steps:
-        with deltas.as_torch_reads(str(state_of(folder, step))) as file:
+        with files.as_torch_reads(str(state_of(folder, step))) as file:
             found.append(torch.load(file, weights_only=True)["w"][0].item())
     return found
 

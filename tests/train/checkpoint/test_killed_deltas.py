@@ -15,7 +15,7 @@ from tests.ranks import runs
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
 from tests.support.kept_steps import EVERY, SETTINGS, delta, same, state_of, steps_in
-from train.checkpoint import deltas
+from train.checkpoint import files
 from train.checkpoint.files import numbered
 
 STEPS = range(1, 7)
@@ -86,7 +86,7 @@ def test_a_kill_at_any_moment_of_a_delta_costs_no_step(
 
 def told_in_a_delta(rank: int, size: int, folder: str, settings: dict[str, Any]) -> str:
     """Run the trainer, which is told to end while it makes the delta of step 3."""
-    usual = deltas.keep_delta
+    usual = files.keep_delta
 
     def struck(where: str, step: int, every: int, training: str) -> str:
         if step == 3:
@@ -95,7 +95,7 @@ def told_in_a_delta(rank: int, size: int, folder: str, settings: dict[str, Any])
         return usual(where, step, every, training)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "keep_delta", struck)
+        patch.setattr(files, "keep_delta", struck)
         return runs.run(rank, size, runs.restless, folder, settings)
 
 

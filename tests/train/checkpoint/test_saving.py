@@ -25,7 +25,7 @@ from tests.support.run_log import entries_of, epochs_of
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
 from train.checkpoint.files import numbered
-from train.checkpoint.pending_save import Staging
+from train.checkpoint.saver import Staging
 from train.main import steps_of_epoch
 from train.trainer.trainer import Trainer
 

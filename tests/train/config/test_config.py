@@ -11,7 +11,7 @@ from ckpttool.errors import UsageFault
 from tests.support.running import ROOT
 from train import evaluate
 from train.config import command_line, flags
-from train.config.shared import Every
+from train.config.flags import Every
 from train.launch import program as launch
 from train.main import main
 

@@ -14,9 +14,9 @@ import pytest
 from ckpttool.errors import Unreadable, UsageFault
 from tests.ranks.programs import TINY
 from train import main
-from train.config import command_line, settings_file
-from train.config.shared import Every
-from train.config.training import TrainConfig
+from train.config import command_line
+from train.config.flags import Every
+from train.config.sections import TrainConfig
 
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -167,7 +167,7 @@ def test_what_is_printed_shows_every_setting_and_comments_the_defaults(capsys):
     said = capsys.readouterr().out
     assert tomllib.loads(said) == {"lr": 0.5}
     fields = [field.name for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
-    for name in set(fields) - {*settings_file.SOURCES, "set_epoch", "lr"}:
+    for name in set(fields) - {*command_line.SOURCES, "set_epoch", "lr"}:
         assert f"\n# {name.replace('_', '-')}" in said
 
 
@@ -267,7 +267,7 @@ def test_a_disk_that_refuses_the_file_ends_no_run(tmp_path, monkeypatch, capsys)
     def refuse(*_: Any) -> Any:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("train.run.own_settings.replacing", refuse)
+    monkeypatch.setattr("train.run.folder.replacing", refuse)
     assert main.main([*TINY, "--out", "a"]) == 0
     why = "a/config.toml: could not be written: no space left on device"
     assert f"warning: {why}; training goes on\n" in capsys.readouterr().err

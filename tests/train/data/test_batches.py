@@ -19,7 +19,7 @@ from ckpttool.errors import Damaged
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
 from train import main
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data import batches as loading
 from train.data import data_set
 from train.model import builtin as models

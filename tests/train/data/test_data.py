@@ -17,7 +17,7 @@ from PIL import Image
 from ckpttool.errors import CkptToolError, UsageFault
 from tests.ranks import trainings
 from tests.ranks.programs import start
-from train.config.shared import DataConfig
+from train.config.sections import DataConfig
 from train.data import builtin
 from train.data import data_set as data
 

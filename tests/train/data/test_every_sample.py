@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from tests.ranks import trainings
-from train.data import data_set, fingerprint
+from train.data import data_set
 
 SAMPLES = 400
 
@@ -62,10 +62,10 @@ def compared(
 ) -> str:
     data = trainings.tensors((8,), SAMPLES, tests=SAMPLES)
     samples = made(kind, differs if rank == on else None)
-    contents: dict[str, Any] = fingerprint.Part(part, samples, "own.py:data").describe()
+    contents: dict[str, Any] = data_set.Part(part, samples, "own.py:data").describe()
     data = replace(data, contents=contents, **{"train" if part == "training" else "test": samples})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fingerprint, "SECONDS", seconds)
+        patch.setattr(data_set, "SECONDS", seconds)
         error = trainings.error_of(lambda: data_set.compare(data, "before training", workers=workers))
     return ": ".join(error or ())
 

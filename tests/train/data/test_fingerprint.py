@@ -13,10 +13,9 @@ from torch.utils.data import Dataset
 
 from ckpttool.errors import CkptToolError
 from train import evaluate, main
-from train.config.shared import DataConfig
-from train.config.training import TrainConfig
+from train.config.sections import DataConfig, TrainConfig
+from train.data import data_set as contents
 from train.data import data_set as data
-from train.data import fingerprint as contents
 
 OWN = """
 import os, random, numpy, torch

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from ckpttool.errors import Unreadable, UsageFault
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data import data_set
-from train.data.lane import Position
-from train.data.stream import Stream
+from train.data.stream import Position, Stream
 
 datasets = pytest.importorskip("datasets", reason="the library that reads them")
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ckpttool.errors import UsageFault
-from train.data.lane import Shard
-from train.data.packing import Packed
 from train.data.samples import IGNORED
+from train.data.stream import Packed, Shard
 
 DOCUMENTS = [[1, 2, 3], [], [10], [20, 21], [30, 31, 32, 33, 34, 35, 36, 37, 38], [40, 41]]
 PAIRS = sorted((a, b) for document in DOCUMENTS for a, b in itertools.pairwise(document))

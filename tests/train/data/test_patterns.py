@@ -7,8 +7,8 @@ import os
 import pytest
 
 from ckpttool.errors import Unreadable, UsageFault
-from train.data import patterns
-from train.data.patterns import files_of
+from train.data import formats
+from train.data.formats import files_of
 
 
 def test_braces_and_globs_name_files(tmp_path, monkeypatch):
@@ -27,6 +27,6 @@ def test_braces_and_globs_name_files(tmp_path, monkeypatch):
         found("a-{00..02}.bin")
     with pytest.raises(UsageFault, match="no file matches"):
         found("c-*.bin")
-    monkeypatch.setattr(patterns, "MOST", 10)
+    monkeypatch.setattr(formats, "MOST", 10)
     with pytest.raises(UsageFault, match="more than 10 files"):
         found("{0..9}{0..999999999}*")

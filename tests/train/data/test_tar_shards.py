@@ -18,11 +18,11 @@ from PIL import Image
 
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data import data_set
 from train.data.batches import Undamaged, batch_of, load
-from train.data.collate import Collation
-from train.data.tar_shards import TarShards
+from train.data.formats import TarShards
+from train.data.samples import Collation
 
 
 def picture(number: int) -> bytes:

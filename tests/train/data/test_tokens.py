@@ -14,10 +14,10 @@ import torch
 
 from ckpttool.errors import Damaged, Unreadable, UsageFault
 from tests.support.running import open_files
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data import data_set
+from train.data.formats import OPEN, Tokens
 from train.data.samples import IGNORED
-from train.data.tokens import OPEN, Tokens
 
 
 def write(path: Path, tokens: object) -> str:

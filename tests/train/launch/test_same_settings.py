@@ -12,8 +12,8 @@ import pytest
 from ckpttool.errors import CkptToolError
 from train import main
 from train.config import command_line
-from train.config.shared import Every
-from train.config.training import TrainConfig
+from train.config.flags import Every
+from train.config.sections import TrainConfig
 from train.evaluate import EvaluateConfig
 from train.launch import same_settings
 

@@ -13,8 +13,7 @@ import torch
 from tests.ranks import runs
 from tests.ranks.runs import contents
 from train import main
-from train.log.profiling import Profile
-from train.log.step_log import PHASES, StepLog
+from train.log.step_log import PHASES, Profile, StepLog
 
 
 def recorded(folder: Path) -> dict[str, int]:

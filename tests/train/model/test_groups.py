@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpttool.errors import UsageFault
 from train.config import command_line
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.model import groups
 from train.model import optimizer as optimizers
 from train.model.groups import groups_of, layers_of

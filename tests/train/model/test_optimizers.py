@@ -14,9 +14,10 @@ from torch import nn
 from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from train.checkpoint import format as checkpoints
-from train.config.training import Every, TrainConfig
+from train.config.flags import Every
+from train.config.sections import TrainConfig
+from train.model import groups, updater
 from train.model import optimizer as optimizers
-from train.model import optimizer_state, schedule
 
 OTHERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"]
 OTHERS += ["NAdam", "RAdam", "RMSprop", "Rprop", "sgd"]
@@ -173,7 +174,7 @@ RATES = {
 def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course):
     optimizer = optimizers.build_optimizer(config(lr=2.0), Net())
     chosen = TrainConfig(scheduler=course, warmup=Every(2, "steps"), epochs=2)
-    scheduler = schedule.build_scheduler(chosen, optimizer, 6)
+    scheduler = updater.build_scheduler(chosen, optimizer, 6)
     met = []
     for _ in range(6):
         met.append([group["lr"] / 2 for group in optimizer.param_groups])
@@ -207,9 +208,9 @@ def divided(rank: int, size: int, name: str, first: int, last: int, saved: bytes
     if saved:
         state = torch.load(io.BytesIO(saved), weights_only=True)
         model.load_state_dict(state["model"])
-        optimizer_state.restore(optimizer, state["optimizer"])
+        groups.restore_state(optimizer, state["optimizer"])
     take_steps(optimizer, model, first, last)
-    whole = optimizer_state.consolidated(optimizer)
+    whole = groups.consolidated(optimizer)
     if rank and zero:
         assert whole["state"] == {}
     held = len(optimizer.optim.state) if zero else len(optimizer.state)
@@ -236,8 +237,8 @@ def more_ranks_than_parameters(rank: int, size: int) -> Any:
     model = nn.Linear(2, 1, bias=False)
     optimizer = optimizers.build_optimizer(config(optimizer="adamw", zero=True), model)
     take_steps(optimizer, model, 0, 2)
-    whole = optimizer_state.consolidated(optimizer)
-    optimizer_state.restore(optimizer, collectives.broadcast(lambda: whole))
+    whole = groups.consolidated(optimizer)
+    groups.restore_state(optimizer, collectives.broadcast(lambda: whole))
     take_steps(optimizer, model, 2, 3)
     return len(optimizer.optim.state), len(whole["state"]), whole["param_groups"][0]["param_names"]
 
@@ -287,7 +288,7 @@ def test_muon_goes_on_from_its_state_with_another_rate():
     one_step(straight, first, TOKENS)
     resumed.load_state_dict(straight.state_dict())
     second = optimizers.build_optimizer(settings, resumed)
-    optimizer_state.restore(second, copy.deepcopy(first.state_dict()))
+    groups.restore_state(second, copy.deepcopy(first.state_dict()))
     for optimizer in (first, second):
         for group in optimizer.param_groups:
             group["lr"] = 0.5

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from tests.ranks import runs
 from tests.support.run_log import entries_of, epochs_of
-from train.log import speed
-from train.log.speed import Work
-from train.run.bar import Bar, Clock, in_hours
+from train.log import step_log
+from train.log.step_log import Work
+from train.run.report import Bar, Clock, in_hours
 from train.trainer.trainer import Trainer
 
 
@@ -56,10 +56,10 @@ def test_the_log_has_the_seconds_of_each_epochs_training_and_evaluations(run_ran
 
 def test_the_operations_of_a_pass_are_those_that_paper_and_pencil_give():
     model, inputs = nn.Linear(30, 20, bias=False), torch.rand(5, 30, requires_grad=True)
-    flops = speed.flops_of(lambda: model(inputs).sum().backward())
+    flops = step_log.flops_of(lambda: model(inputs).sum().backward())
     assert flops == 3 * 2 * 5 * 30 * 20  # forward, and the gradients of weights and of inputs
-    assert speed.flops_of(lambda: torch.ones(3).sum()) is None
-    assert speed.flops_of(lambda: 1 / 0) is None
+    assert step_log.flops_of(lambda: torch.ones(3).sum()) is None
+    assert step_log.flops_of(lambda: 1 / 0) is None
 
 
 def test_rates_are_of_all_ranks_and_left_out_where_they_are_not_known():
@@ -82,14 +82,14 @@ def test_rates_are_of_all_ranks_and_left_out_where_they_are_not_known():
 def test_the_peak_of_a_gpu_is_known_by_its_name(monkeypatch, name, amp, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     expected = None if peak is None else 4 * peak
-    assert speed.peak_of(torch.device("cuda", 0), amp, 4) == expected
-    assert speed.peak_of(torch.device("cpu"), amp, 4) is None
+    assert step_log.peak_of(torch.device("cuda", 0), amp, 4) == expected
+    assert step_log.peak_of(torch.device("cpu"), amp, 4) is None
 
 
 def test_the_log_says_how_much_is_computed_in_a_second_and_the_memory(run_ranks, tmp_path):
     run_ranks(2, runs.run, runs.steady, str(tmp_path), {"log_every": 2})
     model, (image, _) = runs.steady(), (torch.rand(1, *runs.SHAPE), 0)
-    of_sample = speed.flops_of(lambda: F.cross_entropy(model(image), torch.zeros(1).long()).backward())
+    of_sample = step_log.flops_of(lambda: F.cross_entropy(model(image), torch.zeros(1).long()).backward())
     assert of_sample
     for entry in (entry for entry in entries_of(tmp_path) if "grad_norm" in entry):
         assert entry["flops_per_second"] == pytest.approx(of_sample * entry["samples_per_second"], rel=1e-3)

@@ -27,7 +27,7 @@ from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, own_model, start
 from train import main
 from train.config import command_line
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.launch import program as launch
 from train.run import report
 from train.run.run import Job

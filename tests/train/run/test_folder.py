@@ -17,7 +17,7 @@ from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.run import folder as run_folder
 from train.run.folder import ATTEMPTS as FILE
 from train.run.folder import attempts as counted

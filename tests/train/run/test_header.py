@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data import data_set
-from train.run.header import describe
+from train.run.report import describe
 
 OWN = """
 import torch

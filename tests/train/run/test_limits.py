@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ckpttool.distributed import collectives
-from train.config.shared import Every
-from train.config.training import TrainConfig
-from train.model.schedule import total_steps
+from train.config.flags import Every
+from train.config.sections import TrainConfig
+from train.model.updater import total_steps
 from train.run.run import Due, Limits
 from train.trainer.progress import Progress
 

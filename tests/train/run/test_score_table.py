@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train.run.score_table import BEST, Column, ScoreTable
+from train.run.report import BEST_MARK, Column, ScoreTable
 
 TEXTS = ["2.3076", "97.50%", "2.3037", "100.00%", "(8123/10000)", "1234.5"]
 CELLS: dict[Column | str, str] = {**dict(zip(Column, TEXTS, strict=True)), "mae": "1.234e-05"}
@@ -22,8 +22,8 @@ def test_columns_give_way_to_the_width_and_are_named(width, hidden):
     table = ScoreTable(7, None, width)
     line = table.line("3/10", CELLS, best=True)
     assert table.hidden == hidden
-    assert len(line) <= width and line.endswith(BEST)
-    assert len(table.heading()) == len(line) - len(BEST)
+    assert len(line) <= width and line.endswith(BEST_MARK)
+    assert len(table.heading()) == len(line) - len(BEST_MARK)
     assert line.split() == [
         "3/10",
         *(text for column, text in zip(Column, TEXTS, strict=True) if column.value[0] not in hidden),

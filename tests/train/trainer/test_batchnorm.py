@@ -13,10 +13,10 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train.checkpoint import init_from
+from train.checkpoint import resume
 from train.checkpoint.format import capture, restore
 from train.config import command_line
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.main import steps_of_epoch
 from train.model import builtin as models
 from train.tasks import builtin as tasks
@@ -381,7 +381,7 @@ def test_init_leaves_what_the_user_froze_frozen(tmp_path, missing):
     saved[1].running_mean.fill_(0.75)
     values = {name: value for name, value in saved.state_dict().items() if not missing or name[0] != "6"}
     torch.save(values, tmp_path / "a.pt")
-    init_from.load(net, str(tmp_path / "a.pt"), missing)
+    resume.load_weights(net, str(tmp_path / "a.pt"), missing)
     assert [layer.training for layer in net] == [True, False, False, True, True, True, True]
     assert (net[1].running_mean == 0.75).all()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.tasks import builtin as tasks
 from train.trainer import preflight
 

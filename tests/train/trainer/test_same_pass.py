@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpttool.distributed import randomness
 from tests.ranks import runs, trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.tasks import builtin as tasks
 
 

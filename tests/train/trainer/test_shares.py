@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.tasks import builtin as tasks
 from train.trainer import preflight, shares
 from train.trainer.shares import Speed, propose
