@@ -29,7 +29,7 @@ from ckpttool.distributed import nested
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
-from tests.ranks.ragged import SAMPLES, Masked, OfTexts, Ragged
+from tests.ranks.runs import TEXTS, Masked, OfTexts, Ragged
 from train.config.training import TrainConfig
 from train.data import data_set
 from train.data.batches import batch_of, load
@@ -141,7 +141,7 @@ def alone(kind: str) -> list[torch.Tensor]:
     samples, model = KINDS[kind].samples(), double(KINDS[kind].model)
     optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
     for epoch in range(EPOCHS):
-        for indices in torch.tensor(Plan(SAMPLES, BATCH).order(epoch)).split(BATCH):
+        for indices in torch.tensor(Plan(TEXTS, BATCH).order(epoch)).split(BATCH):
             batch = samples.collate([samples[int(index)] for index in indices])
             total, count = KINDS[kind].task(KINDS[kind].forward(model, batch), batch)
             optimizer.zero_grad()
@@ -222,7 +222,7 @@ OWN = """
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from tests.ranks.ragged import OfTexts, Ragged
+from tests.ranks.runs import OfTexts, Ragged
 
 class Plain(Dataset):
     classes = Ragged.classes
@@ -254,12 +254,6 @@ def mapping():
         def collate(self, samples): return {"texts": Ragged.collate(samples)}
     return Mapping(), Mapping()
 """
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return str(tmp_path / "own.py")
 
 
 def prepared(own: str, data: str, task: str = "classification") -> tuple[TrainConfig, Data, Any]:
@@ -436,7 +430,7 @@ def test_an_evaluation_of_ones_own_takes_a_function_too():
     found = metrics.evaluate(
         model, Ragged(), of_labels, forward=lambda m, b: m(*b[:2]), batch_size=4, collate=Ragged.collate
     )
-    alone = (Ragged.collate([Ragged()[index]]) for index in range(SAMPLES))
+    alone = (Ragged.collate([Ragged()[index]]) for index in range(TEXTS))
     with torch.no_grad():
         one_by_one = [of_labels(model(*batch[:2]), batch)[0] for batch in alone]
-    assert found.loss == pytest.approx(float(sum(one_by_one)) / SAMPLES, rel=1e-12)
+    assert found.loss == pytest.approx(float(sum(one_by_one)) / TEXTS, rel=1e-12)
