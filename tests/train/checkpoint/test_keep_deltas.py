@@ -31,8 +31,6 @@ from train.config import command_line
 from train.config.shared import Every
 from train.main import steps_of_epoch
 from train.run import folder as folders
-from train.tasks import builtin as tasks
-from train.trainer import preflight
 
 EACH = {"save_every": Every(1, "steps")}
 SETTINGS = {**EACH, "ema": 0.9, "optimizer": "adamw", "momentum": None, "keep_best": 1}
@@ -405,10 +403,8 @@ def test_what_does_not_go_with_deltas_is_refused_by_name(flags, named):
 
 def test_without_zstd_deltas_are_refused_before_training(monkeypatch):
     monkeypatch.setattr(compression, "is_there", lambda: False)
-    data, model = trainings.tensors(runs.SHAPE, 20), trainings.seeded(runs.steady)
-    config = command_line.parse(["--keep-deltas", "4"])
     with pytest.raises(UsageFault, match="zstd, which is not installed"):
-        preflight.check(config, data, model, trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(runs.steady(), runs.images(), keep_deltas=4)
 
 
 # ---- a kill at any moment ------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ckpttool import metrics
 from ckpttool.distributed import nested
-from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.runs import TEXTS, Masked, OfTexts, Ragged
@@ -37,7 +36,6 @@ from train.data.collate import Collation, digest_of, leaves
 from train.data.data_set import Data
 from train.tasks import builtin as tasks
 from train.trainer import preflight
-from train.trainer.trainer import Trainer
 
 BATCH, EPOCHS = 5, 2
 SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -138,30 +136,29 @@ def data_of(samples: Any, task: str = "own.py:task") -> Data:
 @functools.cache
 def alone(kind: str) -> list[torch.Tensor]:
     """Return the parameters after plain training: one process, no DDP, the mean over what counts."""
-    samples, model = KINDS[kind].samples(), double(KINDS[kind].model)
-    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-    for epoch in range(EPOCHS):
-        for indices in torch.tensor(Plan(TEXTS, BATCH).order(epoch)).split(BATCH):
-            batch = samples.collate([samples[int(index)] for index in indices])
-            total, count = KINDS[kind].task(KINDS[kind].forward(model, batch), batch)
-            optimizer.zero_grad()
-            (total / count).backward()
-            optimizer.step()
+    samples, make = KINDS[kind].samples(), KINDS[kind].model
+
+    def mean(model: nn.Module, indices: list[int]) -> torch.Tensor:
+        batch = samples.collate([samples[index] for index in indices])
+        total, count = KINDS[kind].task(KINDS[kind].forward(model, batch), batch)
+        return total / count
+
+    batches = trainings.batches_of(TEXTS, BATCH, EPOCHS)
+    losses = (functools.partial(mean, indices=batch) for batch in batches)
+    model = trainings.descended(double(make), losses, **SETTINGS)
     return [parameter.detach() for parameter in model.parameters()]
 
 
 def on_ranks(rank: int, size: int, kind: str, settings: dict[str, Any]) -> tuple[float, Any, float]:
     """Return how far the parameters are from those of one process, and the score of an evaluation."""
-    samples, make, loss, _ = KINDS[kind]
+    samples, make, loss, forward = KINDS[kind]
     is_texts = kind == "padded texts"
     data = data_of(samples(), "classification" if is_texts else "own.py:task")
-    usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS}
-    config = TrainConfig(**usual, **SETTINGS, **settings)
-    own = types.SimpleNamespace(loss=loss, forward=lambda model, batch: KINDS[kind].forward(model, batch))
-    task = tasks.build(config, data) if is_texts else tasks.adapt(own, "own.py:task")
-    place = trainings.place(rank, size)
-    preflight.check(config, data, double(make), place, task)
-    trainer = Trainer(config, data, double(make), place, task)
+    own = types.SimpleNamespace(loss=loss, forward=forward)
+    task = None if is_texts else tasks.adapt(own, "own.py:task")
+    settings = {"batch_size": BATCH, "epochs": EPOCHS, **SETTINGS, **settings}
+    trainings.check(double(make), data, size, rank=rank, task=task, **settings)
+    trainer = trainings.trainer(rank, size, data, double(make), task, **settings)
     for _ in range(EPOCHS):
         trained = trainings.finish_epoch(trainer)
     far = trainings.farthest((p.detach() for p in trainer.ddp.parameters()), alone(kind))
@@ -312,10 +309,9 @@ class Lists(nn.Linear):
 
 
 def test_a_model_whose_mean_is_of_an_unknown_number_of_samples_is_refused():
-    config = TrainConfig(task="model-loss", batch_size=3, optimizer="sgd")
-    data = data_of(Boxes(), "model-loss")
+    settings = {"task": "model-loss", "batch_size": 3, "optimizer": "sgd"}
     with pytest.raises(UsageFault, match="--task model-loss: finds 3 samples in a batch of 1"):
-        preflight.check(config, data, Lists(3, 1).double(), trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(Lists(3, 1).double(), data_of(Boxes(), "model-loss"), **settings)
 
 
 def another_on_one_rank(rank: int, size: int) -> Any:

@@ -32,9 +32,6 @@ from train.data import batches as loading
 from train.data import builtin, data_set
 from train.data import data_set as data
 from train.model import builtin as models
-from train.tasks import builtin as tasks
-from train.trainer import preflight
-from train.trainer.trainer import Trainer
 
 
 def load(name: str, **flags: Any) -> data.Data:
@@ -474,11 +471,10 @@ def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch
 
 def trained(rank: int, size: int, spec: str) -> tuple[int, int]:
     """Check and train; return the samples that were used, and those that were left out."""
-    config, model = TrainConfig(data=spec, batch_size=6, skip_damaged=True, epochs=1), models.simple_cnn(2)
-    data, place = data_set.load(config), trainings.place(rank, size)
-    task = tasks.build(config, data)
-    preflight.check(config, data, model, place, task)
-    trainer = Trainer(config, data, model, place, task)
+    settings: dict[str, Any] = {"data": spec, "batch_size": 6, "skip_damaged": True, "epochs": 1}
+    data, model = data_set.load(TrainConfig(**settings)), models.simple_cnn(2)
+    trainings.check(model, data, size, rank=rank, **settings)
+    trainer = trainings.trainer(rank, size, data, model, **settings)
     trainings.finish_epoch(trainer)
     return trainer.progress.samples, trainer.feed.skipped
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from ckpttool.distributed import randomness
@@ -18,7 +17,6 @@ from tests.ranks import runs, trainings
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.tasks import builtin as tasks
-from train.trainer import preflight
 
 
 class Counting(nn.Module):
@@ -88,9 +86,8 @@ class Fading:
 
 
 def check(make: Any, task: Any = None) -> None:
-    data, place = trainings.tensors(runs.SHAPE, 20), trainings.place(0, 1)
-    config = TrainConfig(model="own.py:model", batch_size=5)
-    preflight.check(config, data, trainings.seeded(make), place, task or tasks.build(config, data))
+    data = trainings.tensors(runs.SHAPE, 20)
+    trainings.check(trainings.seeded(make), data, task=task, model="own.py:model", batch_size=5)
 
 
 @pytest.mark.parametrize("make", [Counting, InBuffer])
@@ -239,7 +236,7 @@ def test_a_task_draws_the_same_numbers_on_every_rank_and_after_a_resume(own, nam
 # ---- what no rank uses in a step -----------------------------------------------------------------------
 
 
-SAMPLES, EPOCHS = 22, 2
+SAMPLES = 22
 ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.5}
 
 
@@ -259,32 +256,15 @@ class Experts(nn.Module):
         return out
 
 
+def of_kinds(inputs: torch.Tensor, labels: torch.Tensor) -> Data:
+    return Data("kinds", TensorDataset(inputs, labels), None, tuple("0123456789"), (4,), "kinds")
+
+
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.rand(SAMPLES, 4, generator=generator, dtype=torch.float64)
     inputs[:, 0] = torch.randint(4, (SAMPLES,), generator=generator)
     return inputs, torch.randint(10, (SAMPLES,), generator=generator)
-
-
-def alone(batch_size: int) -> list[torch.Tensor]:
-    """Return the parameters after plain training in one process."""
-    model, (inputs, labels) = trainings.seeded(Experts), samples()
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    for epoch in range(EPOCHS):
-        for batch in torch.tensor(Plan(SAMPLES, batch_size).order(epoch)).split(batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def on_ranks(rank: int, size: int, settings: dict[str, Any]) -> list[torch.Tensor]:
-    data = Data("kinds", TensorDataset(*samples()), None, tuple("0123456789"), (4,), "kinds")
-    usual = {"find_unused": True, "optimizer": "adamw", "momentum": 0.0, **ADAMW}
-    trainer = trainings.trainer(rank, size, data, trainings.seeded(Experts), **usual, **settings)
-    for _ in range(EPOCHS):
-        trainings.finish_epoch(trainer)
-    return [parameter.detach() for parameter in trainer.ddp.module.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -297,9 +277,11 @@ def on_ranks(rank: int, size: int, settings: dict[str, Any]) -> list[torch.Tenso
     ],
 )
 def test_neither_momentum_nor_decay_changes_what_no_rank_uses(run_ranks, size, settings):
-    expected = alone(settings["batch_size"])
-    for found in run_ranks(size, on_ranks, settings):
-        assert trainings.farthest(found, expected) < 1e-12
+    data = of_kinds(*samples())
+    expected = trainings.alone(Experts, data, settings["batch_size"], 2, kind=torch.optim.AdamW, **ADAMW)
+    settings = {"find_unused": True, "optimizer": "adamw", "momentum": 0.0, "epochs": 2, **ADAMW, **settings}
+    for found, _ in run_ranks(size, trainings.after_epochs, Experts, data, settings):
+        assert trainings.farthest(found.values(), expected.state_dict().values()) < 1e-12
 
 
 class OfOneKind(Experts):
@@ -318,8 +300,7 @@ def pass_by_pass(rank: int, size: int, settings: dict[str, Any]) -> Any:
         (step,) = Plan(len(inputs), len(inputs), accumulate=2).of_rank(0, number, size)
         first, second = map(list, step.micro_batches)
         inputs[first, 0], inputs[second, 0] = torch.arange(4.0, dtype=torch.float64), float(number)
-    samples = TensorDataset(inputs, torch.zeros(len(inputs), dtype=torch.int64))
-    data = Data("kinds", samples, None, tuple("0123456789"), (4,), "kinds")
+    data = of_kinds(inputs, torch.zeros(len(inputs), dtype=torch.int64))
     settings = {"batch_size": len(inputs), "accumulate": 2, **settings}
     trainer = trainings.trainer(rank, size, data, trainings.seeded(OfOneKind), **settings)
     return trainings.error_of(lambda: trainings.finish_epoch(trainer))
