@@ -106,25 +106,26 @@ def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> fl
 
 
 def trainer(
-    rank: int, world_size: int, data: Data, model: nn.Module, task: Task | None = None, **settings: Any
+    rank: int, world_size: int, data: Data, model: nn.Module, own_task: Task | None = None, /, **settings: Any
 ) -> Trainer:
     config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
-    return Trainer(config, data, model, place(rank, world_size), task or tasks.build(config, data))
+    return Trainer(config, data, model, place(rank, world_size), own_task or tasks.build(config, data))
 
 
 def check(
     model: nn.Module,
     data: Data,
     ranks: int = 1,
+    /,
     *,
     rank: int = 0,
     device: str = "cpu",
-    task: Task | None = None,
+    own_task: Task | None = None,
     **settings: Any,
 ) -> None:
     """Check a training of so many ranks as it is checked before it starts."""
-    config, place = TrainConfig(**settings), Place(rank, ranks, "gloo", torch.device(device))
-    preflight.check(config, data, model, place, task or tasks.build(config, data))
+    config, here = TrainConfig(**settings), Place(rank, ranks, "gloo", torch.device(device))
+    preflight.check(config, data, model, here, own_task or tasks.build(config, data))
 
 
 def wholes(trainer: Trainer) -> list[torch.Tensor]:

@@ -157,7 +157,7 @@ def on_ranks(rank: int, size: int, kind: str, settings: dict[str, Any]) -> tuple
     own = types.SimpleNamespace(loss=loss, forward=forward)
     task = None if is_texts else tasks.adapt(own, "own.py:task")
     settings = {"batch_size": BATCH, "epochs": EPOCHS, **SETTINGS, **settings}
-    trainings.check(double(make), data, size, rank=rank, task=task, **settings)
+    trainings.check(double(make), data, size, rank=rank, own_task=task, **settings)
     trainer = trainings.trainer(rank, size, data, double(make), task, **settings)
     for _ in range(EPOCHS):
         trained = trainings.finish_epoch(trainer)

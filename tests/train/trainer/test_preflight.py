@@ -87,7 +87,7 @@ class Fading:
 
 def check(make: Any, task: Any = None) -> None:
     data = trainings.tensors(runs.SHAPE, 20)
-    trainings.check(trainings.seeded(make), data, task=task, model="own.py:model", batch_size=5)
+    trainings.check(trainings.seeded(make), data, own_task=task, model="own.py:model", batch_size=5)
 
 
 @pytest.mark.parametrize("make", [Counting, InBuffer])
