@@ -657,12 +657,11 @@ def test_a_loss_that_is_no_pair_is_refused():
         metrics.evaluate(linear(), numbers(5), lambda outputs, batch: outputs.mean())
 
 
-def test_the_program_for_your_own_loop_runs(tmp_path, monkeypatch, capsys):
+def test_the_program_for_your_own_loop_runs(here, capsys):
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     section = page.partition("## A model in your own loop")[2]
     program = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    monkeypatch.chdir(tmp_path)
     given = {"F": F, "model": linear(), "test_set": numbers(9), "device": "cpu", "rank": 0}
     exec("import json\nfrom pathlib import Path\n" + program, given)
-    assert json.loads((tmp_path / "eval.json").read_text())["samples"] == 9
+    assert json.loads((here / "eval.json").read_text())["samples"] == 9
     assert capsys.readouterr().out.endswith(" 9\n")

@@ -150,10 +150,7 @@ def test_skipped_steps_of_fp16_count_and_change_nothing(run_ranks, tmp_path):
     assert all(torch.equal(first[f"module.{name}"], parameter) for name, parameter in initial)
 
 
-def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(here, capsys):
     tiny = ["--data", "fake:40", "--batch-size", "20", "--epochs", "1", "--ema", "0.5", "--out", "run"]
     assert main.main(tiny) == 0
     said = capsys.readouterr().out.replace("\\\n", "")
@@ -164,7 +161,7 @@ def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score
     assert path == f"{ROOT}/train/evaluate.py"
     capsys.readouterr()
     assert evaluate.main([*arguments, "--json"]) == 0
-    found, logged = json.loads(capsys.readouterr().out), entries_of(tmp_path / "run")[-1]
+    found, logged = json.loads(capsys.readouterr().out), entries_of(here / "run")[-1]
     assert (logged["loss"], logged["correct"]) == (found["loss"], found["correct"])
 
 
@@ -203,16 +200,15 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks, 
     ],
 )
 def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
-    tmp_path, monkeypatch, capsys, arguments, said
+    here, monkeypatch, capsys, arguments, said
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.distributed.init_process_group", None)
-    (tmp_path / "own.py").write_text(OWN)
+    (here / "own.py").write_text(OWN)
     torch.save({"w": torch.ones(2)}, "W")
     assert main.main(["--data", "fake:20", "--batch-size", "4", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["W", "own.py"]
+    assert sorted(path.name for path in here.iterdir() if path.name != "__pycache__") == ["W", "own.py"]
 
 
 OWN = """
@@ -249,9 +245,8 @@ def unlike(num_classes=10):
 """
 
 
-def test_a_lazy_model_is_trained_resumed_and_evaluated(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN)
+def test_a_lazy_model_is_trained_resumed_and_evaluated(here, capsys):
+    (here / "own.py").write_text(OWN)
     given = ["--data", "fake:20", "--model", "own.py:lazy"]
     flags = ["--batch-size", "4", "--out", "run", "--epochs"]
     assert main.main([*given, *flags, "1"]) == 0

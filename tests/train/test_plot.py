@@ -263,9 +263,8 @@ def test_a_log_without_curves_is_one_line_and_exit_code_3(tmp_path, text, said, 
         (["run", "-o", "no/such/folder/a.png"], "no/such/folder"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, arguments, said, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "run", classes())
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(here, arguments, said, capsys):
+    write(here / "run", classes())
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

@@ -460,9 +460,7 @@ def undisturbed(tmp_path_factory: Any) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(10))
-def test_a_kill_at_any_moment_of_a_delta_costs_no_step(
-    undisturbed: Path, tmp_path: Path, number: int
-) -> None:
+def test_a_kill_at_any_moment_of_a_delta_costs_no_step(undisturbed, tmp_path, number):
     step, straight, run = (2, 3, 5)[number % 3], undisturbed / "run", tmp_path / "run"
     seconds = float((undisturbed / f"took-{step}").read_text()) * 1.2 * (number + 0.5) / 10
     (tmp_path / f"kill-{step}").write_text(str(seconds))
@@ -493,9 +491,7 @@ def told_in_a_delta(rank: int, size: int, folder: str, settings: dict[str, Any])
 
 @pytest.mark.covered(lambda save: save == "sync")
 @pytest.mark.parametrize("save", ["sync", "async"])
-def test_a_run_that_is_told_to_end_within_a_delta_completes_it(
-    run_ranks: Any, tmp_path: Path, save: str
-) -> None:
+def test_a_run_that_is_told_to_end_within_a_delta_completes_it(run_ranks, tmp_path, save):
     straight, run = tmp_path / "straight", tmp_path / "run"
     run_ranks(1, runs.run, runs.restless, str(straight), {**SETTINGS, "keep": 99})
     settings = {**SETTINGS, "keep_deltas": EVERY, "save": save}

@@ -351,8 +351,7 @@ def test_a_pattern_does_not_allow_what_it_does_not_match(net, tmp_path):
     assert "--init-allow-missing 'head.*' --init-allow-missing conv.bias" in str(fault.hint)
 
 
-def test_the_advised_commands_make_the_file_fit(net, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_advised_commands_make_the_file_fit(net, here):
     path = saved({**prefixed(net.state_dict(), "net."), "net.aux.w": torch.ones(2)}, Path("f.pt"))
     advice = str(refusal(fresh(classes=5), path).hint).splitlines()
     for line in advice[advice.index("rewrite the file:") + 1 : -2]:

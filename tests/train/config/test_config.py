@@ -214,20 +214,19 @@ WRONG = {
 
 @pytest.mark.parametrize(("line", "flag"), [(line, flag) for flag, each in WRONG.items() for line in each])
 def test_wrong_flags_are_one_line_and_exit_code_2_before_any_process_group(
-    line, flag, capsys, monkeypatch, tmp_path
+    line, flag, capsys, monkeypatch, here
 ):
     import torch
     import torch.distributed as dist
 
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(tmp_path)
     assert main.main(line.split()) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
     assert flag in said.err
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 OWN = """
@@ -312,11 +311,10 @@ def test_spawned_ranks_get_all_flags_but_spawn(line):
     assert command_line.without("--spawn", ["--out", "--spawned"]) == ["--out", "--spawned"]
 
 
-def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(tmp_path, monkeypatch, capsys):
+def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(here, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "first").mkdir(parents=True)
-    (tmp_path / "runs" / "first" / "config.toml").write_text("epochs = 3")
+    (here / "runs" / "first").mkdir(parents=True)
+    (here / "runs" / "first" / "config.toml").write_text("epochs = 3")
     for program in (evaluate.main, main.main):
         with pytest.raises(SystemExit) as left:
             program(["--help"])
@@ -467,9 +465,8 @@ def test_what_is_no_file_of_settings_is_refused_at_once(tmp_path, kind):
         ("--config=", "--config: names nothing"),
     ],
 )
-def test_flags_about_files_that_make_no_sense_are_one_line(tmp_path, monkeypatch, capsys, line, said):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.toml").touch()
+def test_flags_about_files_that_make_no_sense_are_one_line(here, capsys, line, said):
+    (here / "a.toml").touch()
     assert main.main(line.split()) in (2, 3)
     assert capsys.readouterr().err.startswith(f"error: {said}")
 
@@ -531,9 +528,8 @@ def trained(capsys: Any, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_is_repeated_and_what_differs_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(DATA)
+def test_a_run_is_repeated_and_what_differs_is_named(here, capsys):
+    (here / "own.py").write_text(DATA)
     given = "--data own.py:data --epochs 1 --batch-size 4 --save-every 2steps --lr 0.05"
     trained(capsys, *given.split(), "--out", "a", "--stop-at", "3")
     about = tomllib.loads(Path("a/config.toml").read_text())
@@ -547,7 +543,7 @@ def test_a_run_is_repeated_and_what_differs_is_named(tmp_path, monkeypatch, caps
     assert config.save_every == Every(2, "steps")
 
     # Of another length: Python takes an old .pyc of the same second and size for true.
-    (tmp_path / "own.py").write_text(DATA.replace("12", "4 * 4"))
+    (here / "own.py").write_text(DATA.replace("12", "4 * 4"))
     said = trained(capsys, "--like", "a", "--out", "c", "--lr", "0.1", "--clip-norm", "1")
     line = next(line for line in said.splitlines() if line.startswith("like"))
     assert line.startswith("like    a, but ")
@@ -560,8 +556,7 @@ def test_a_run_is_repeated_and_what_differs_is_named(tmp_path, monkeypatch, caps
     assert "own.py is another now" in line and "epochs" not in line
 
 
-def test_a_run_goes_on_with_the_settings_in_its_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_goes_on_with_the_settings_in_its_folder(here, capsys):
     trained(capsys, *TINY, "--out", "a", "--save-every", "1steps", "--stop-at", "2")
     said = trained(capsys, "--like", "a", "--out", "a", "--resume")
     assert (
@@ -569,11 +564,10 @@ def test_a_run_goes_on_with_the_settings_in_its_folder(tmp_path, monkeypatch, ca
     )
 
 
-def test_a_file_of_the_users_is_not_overwritten(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a").mkdir()
+def test_a_file_of_the_users_is_not_overwritten(here, capsys):
+    (here / "a").mkdir()
     for make in (lambda path: path.write_text("epochs = 1\n"), lambda path: path.symlink_to("/etc/hosts")):
-        path = tmp_path / "a" / "config.toml"
+        path = here / "a" / "config.toml"
         make(path)
         for force in ([], ["--force"]):
             assert main.main([*TINY, "--config", "a/config.toml", "--out", "a", *force]) in (2, 3)
@@ -582,8 +576,7 @@ def test_a_file_of_the_users_is_not_overwritten(tmp_path, monkeypatch, capsys):
         path.unlink()
 
 
-def test_a_disk_that_refuses_the_file_ends_no_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_disk_that_refuses_the_file_ends_no_run(here, monkeypatch, capsys):
 
     def refuse(*_: Any) -> Any:
         raise OSError(28, os.strerror(28))

@@ -510,8 +510,7 @@ def test_a_run_that_ends_before_writes_what_it_has(run_ranks, tmp_path):
     assert "profile steps 5 to 6 of rank 0" in said and recorded(tmp_path)["forward"] == 2
 
 
-def test_one_without_any_of_the_steps_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_one_without_any_of_the_steps_says_so(here, capsys):
     given: list[Any] = ["--data", "fake:20", "--batch-size", "10", "--epochs", "1", "--out", "run"]
     assert main.main([*given, "--profile", "3"]) == 0
     assert "warning: --profile 3: the run has taken none of these steps\n" in capsys.readouterr().err

@@ -48,8 +48,7 @@ def test_force_clears_a_runs_own_files_and_no_others(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000008.pt", "step-000009.pt", "step-x.pt"]
 
 
-def test_without_out_each_run_has_a_new_folder_named_by_the_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_without_out_each_run_has_a_new_folder_named_by_the_time(here):
     names = [claim(TrainConfig(), "20260101-120000") for _ in range(3)]
     assert names == [os.path.join("runs", f"20260101-120000{end}") for end in ("", "-2", "-3")]
 

@@ -232,8 +232,7 @@ def test_changing_nothing_changes_no_bit(run_ranks, tmp_path):
 # ---- the command line ----------------------------------------------------------------------------------
 
 
-def test_an_init_that_does_not_fit_says_on_a_line_each_what_to_do(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_an_init_that_does_not_fit_says_on_a_line_each_what_to_do(here, capsys):
     torch.save({f"net.{k}": v for k, v in models.resnet20(num_classes=7).state_dict().items()}, "w.pt")
     assert main.main(["--data", "fake:20", "--model", "resnet20", "--init", "w.pt"]) == 2
     lines = capsys.readouterr().err.splitlines()

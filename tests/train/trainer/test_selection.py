@@ -287,9 +287,8 @@ def ood(classes=3):
 """
 
 
-def test_a_test_set_is_named_on_the_command_line_and_scores_as_evaluate_does(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN_DATA)
+def test_a_test_set_is_named_on_the_command_line_and_scores_as_evaluate_does(here, capsys):
+    (here / "own.py").write_text(OWN_DATA)
     given = ["--data", "own.py:data", "--batch-size", "4", "--epochs", "1", "--out", "run"]
     assert main.main([*given, "--also-test", "ood=own.py:ood", "--best", "ood/accuracy"]) == 0
     (epoch,) = epochs_of(Path("run"))
