@@ -204,6 +204,26 @@ def straight_and_resumed(
     return (read(whole / "last.pt") if rank == 0 else {}), found
 
 
+def go_on(
+    run_ranks: Any,
+    size: int,
+    make: Any,
+    saved: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    data: Callable[[], Data] = images,
+) -> str:
+    """Go on from a checkpoint in a folder, on ranks of the pool; return what rank 0 says."""
+    said: str = run_ranks(size, run, make, str(folder), {**settings, "resume": str(saved)}, data)[0]
+    assert "continues from" in said, said
+    return said
+
+
+def ends(*folders: Path) -> list[dict[str, Any]]:
+    """Return the last checkpoints of some runs."""
+    return [read(folder / "last.pt") for folder in folders]
+
+
 def read(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 

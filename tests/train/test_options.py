@@ -17,6 +17,8 @@ from tests.support.run_log import entries_of
 from tests.support.running import ROOT
 from train import evaluate, main
 from train.config.shared import Every
+from train.data.collate import Collation
+from train.data.data_set import Data
 
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
 ALL_BUT_ZERO = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.7, "accumulate": 2}
@@ -52,6 +54,44 @@ def perceptron() -> nn.Module:
     """Return a network that is compiled within seconds, with random numbers and buffers."""
     hidden = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3)
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
+
+
+def masked_texts() -> Data:
+    """Return texts of which numbers are hidden at random, drawn for the batch."""
+    samples, names = runs.Masked(), ("training", "test")
+    collations = {name: Collation(samples.collate, "--data own.py:data", name) for name in names}
+    return Data("own", samples, samples, samples.classes, (), "own", {}, "classification", collations)
+
+
+def of_masked_texts() -> nn.Module:
+    return runs.OfTexts().double()
+
+
+CROP: dict[str, Any] = {"augment": "crop-flip", "data": "folder:x"}
+AUTO: dict[str, Any] = {"augment": "auto", "mixup": 0.4, "data": "folder:x"}
+MIXED: dict[str, Any] = {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1, "data": "folder:x"}
+
+
+# By what changes: the ranks, the model, the settings, the step after which the run stops, and the samples.
+CHANGED: dict[str, tuple[int, Any, dict[str, Any], int, Any]] = {
+    "crop-flip": (3, runs.restless, CROP, 5, runs.images),
+    "crop-flip on one rank": (1, runs.restless, CROP, 5, runs.images),
+    "mixup and cutmix": (3, runs.restless, MIXED, 5, runs.images),
+    "auto and mixup": (3, runs.restless, AUTO, 5, runs.images),
+    "all on one rank": (1, runs.restless, {**AUTO, **MIXED}, 5, runs.images),
+    "what collate draws": (2, of_masked_texts, {"lr": 0.1}, 2, masked_texts),
+    "what collate draws, on three ranks": (3, of_masked_texts, {"lr": 0.1}, 2, masked_texts),
+}
+NOT_QUICK = ["crop-flip", "crop-flip on one rank", "mixup and cutmix", "what collate draws, on three ranks"]
+
+
+@pytest.mark.covered(lambda changed: changed in NOT_QUICK)
+@pytest.mark.parametrize("changed", CHANGED)
+def test_a_resumed_run_with_changed_samples_equals_the_straight_one(run_ranks, tmp_path, changed):
+    """In the middle of the first epoch, or of the second."""
+    size, make, settings, stop, data = CHANGED[changed]
+    arguments = make, str(tmp_path), settings, (stop,), data
+    assert run_ranks(size, runs.straight_and_resumed, *arguments)[0][1] == {stop: []}
 
 
 FROM_BOTH = ["divided, all"]
@@ -124,8 +164,7 @@ def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(run_ranks, t
 def test_a_divided_run_continues_on_another_number_of_ranks(run_ranks, tmp_path, before, after):
     settings = {**ADAMW, "zero": True, "ema": 0.7}
     whole = last(run_ranks, before, runs.steady, tmp_path, {**settings, **runs.OFTEN})
-    stopped = {"resume": str(tmp_path / "step-000002.pt")}
-    said = run_ranks(after, runs.run, runs.steady, str(tmp_path / "on"), {**settings, **stopped})[0]
+    said = runs.go_on(run_ranks, after, runs.steady, tmp_path / "step-000002.pt", tmp_path / "on", settings)
     assert f"saved by {before} rank" in said
     assert runs.largest_difference(whole, runs.read(tmp_path / "on" / "last.pt")) < ROUNDING
 

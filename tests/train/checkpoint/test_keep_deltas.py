@@ -128,17 +128,16 @@ def test_the_commands_and_evaluate_read_a_delta(runs_of_two, cli):
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_run_goes_on_from_any_of_them_to_the_same_bits(run_ranks, tmp_path, runs_of_two, step):
     kept, straight = runs_of_two
-    settings = {**SETTINGS, "resume": str(state_of(kept, step)), "keep_deltas": EVERY, "prove_every": 2}
-    said, _ = run_ranks(2, runs.run, runs.restless, str(tmp_path), settings)
-    assert f"continues from {state_of(kept, step)}" in said
-    assert runs.different(runs.read(tmp_path / "last.pt"), runs.read(straight / "last.pt")) == []
+    settings, stopped = {**SETTINGS, "keep_deltas": EVERY, "prove_every": 2}, state_of(kept, step)
+    said = runs.go_on(run_ranks, 2, runs.restless, stopped, tmp_path, settings)
+    assert f"continues from {stopped}" in said
+    assert runs.different(*runs.ends(tmp_path, straight)) == []
     assert all(same(state_of(tmp_path, later), straight / numbered(later)) for later in range(step + 1, 7))
 
 
 def test_another_number_of_ranks_goes_on_from_a_delta_as_from_a_whole_one(run_ranks, tmp_path, runs_of_two):
     for name, path in zip("ab", (state_of(runs_of_two[0], 3), runs_of_two[1] / numbered(3)), strict=True):
-        settings = {**SETTINGS, "resume": str(path)}
-        (said,) = run_ranks(1, runs.run, runs.restless, str(tmp_path / name), settings)
+        said = runs.go_on(run_ranks, 1, runs.restless, path, tmp_path / name, SETTINGS)
         assert "saved by 2 ranks, now 1" in said
     assert same(tmp_path / "a" / "last.pt", tmp_path / "b" / "last.pt")
 

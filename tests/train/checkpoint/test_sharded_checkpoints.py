@@ -92,20 +92,18 @@ MOVES = {
 @pytest.mark.parametrize("move", MOVES)
 def test_a_run_goes_on_with_other_ranks_units_and_meshes_and_without_shard(run_ranks, tmp_path, whole, move):
     size, settings, bound = MOVES[move]
-    stopped = {"resume": str(whole / "step-000002.pt"), **EVERY, **settings}
-    said = run_ranks(size, runs.run, runs.steady, str(tmp_path), stopped)[0]
-    assert "continues from" in said, said
-    ends = [runs.read(run / "last.pt") for run in (whole, tmp_path)]
+    stopped = whole / "step-000002.pt"
+    said = runs.go_on(run_ranks, size, runs.steady, stopped, tmp_path, {**EVERY, **settings})
+    ends = runs.ends(whole, tmp_path)
     assert (runs.different(*ends) == []) if bound == 0.0 else (runs.largest_difference(*ends) <= bound)
     assert ("the last bits may differ: shard True -> False" in said) == (not settings)
 
 
 def test_a_run_without_shard_goes_on_with_it(run_ranks, tmp_path):
     run_ranks(2, runs.run, runs.restless, str(tmp_path / "ddp"), {**runs.OFTEN})
-    stopped = {"resume": str(tmp_path / "ddp" / "step-000002.pt"), **SHARD}
-    run_ranks(2, runs.run, runs.restless, str(tmp_path / "rest"), stopped)
-    ends = [runs.read(tmp_path / run / "last.pt") for run in ("ddp", "rest")]
-    assert runs.different(*ends) == []
+    stopped = tmp_path / "ddp" / "step-000002.pt"
+    runs.go_on(run_ranks, 2, runs.restless, stopped, tmp_path / "rest", SHARD)
+    assert runs.different(*runs.ends(tmp_path / "ddp", tmp_path / "rest")) == []
 
 
 OWN = """
@@ -140,11 +138,9 @@ PLAIN = {"lr": 0.01, "momentum": None, "weight_decay": None}
 def test_tensors_in_the_lists_of_an_optimizers_state_are_divided_again(run_ranks, tmp_path, own, more):
     settings = {**SHARD, **PLAIN, "optimizer": f"{own}:Nested"}
     run_ranks(2, runs.run, runs.steady, str(tmp_path / "whole"), {**settings, **runs.OFTEN, **more})
-    stopped = {**settings, "resume": str(tmp_path / "whole" / "step-000002.pt")}
-    assert "continues from" in run_ranks(2, runs.run, runs.steady, str(tmp_path / "rest"), stopped)[0]
-    gathered = str(tmp_path / "gathered")
-    run_ranks(2, runs.run, runs.steady, gathered, settings)
-    assert runs.different(runs.read(tmp_path / "rest" / "last.pt"), runs.read(f"{gathered}/last.pt")) == []
+    runs.go_on(run_ranks, 2, runs.steady, tmp_path / "whole" / "step-000002.pt", tmp_path / "rest", settings)
+    run_ranks(2, runs.run, runs.steady, str(tmp_path / "gathered"), settings)
+    assert runs.different(*runs.ends(tmp_path / "rest", tmp_path / "gathered")) == []
 
 
 @pytest.mark.covered(lambda more: not more)
@@ -313,10 +309,8 @@ def test_a_run_goes_on_from_the_parts_of_other_ranks_and_without_shard(
     run_ranks, tmp_path, run, gathered, move
 ):
     size, settings, bound = MOVES_OF_PARTS[move]
-    stopped = {"resume": str(run / "step-000002.pt"), **settings}
-    said = run_ranks(size, runs.run, runs.steady, str(tmp_path / "rest"), stopped)[0]
-    assert "continues from" in said, said
-    expected, found = (runs.read(folder / "last.pt") for folder in (gathered, tmp_path / "rest"))
+    runs.go_on(run_ranks, size, runs.steady, run / "step-000002.pt", tmp_path / "rest", settings)
+    expected, found = runs.ends(gathered, tmp_path / "rest")
     if "parts" in found:
         whole = tmp_path / "whole.pt"
         dcp_to_torch_save(tmp_path / "rest" / found["parts"]["folder"], whole)

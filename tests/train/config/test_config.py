@@ -282,7 +282,7 @@ def test_models_that_ddp_cant_train_are_refused(own, capsys, monkeypatch, name):
 
 
 def test_wrong_flags_are_refused_without_importing_torch():
-    code = "import sys; sys.modules['torch'] = None; from train.main import main; sys.exit(main.main())"
+    code = "import sys; sys.modules['torch'] = None; from train.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "--epochs", "0"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

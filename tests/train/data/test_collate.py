@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from ckpttool import metrics
 from ckpttool.distributed import nested
 from ckpttool.errors import UsageFault
-from tests.ranks import runs, trainings
+from tests.ranks import trainings
 from tests.ranks.runs import TEXTS, Masked, OfTexts, Ragged
 from train.config.training import TrainConfig
 from train.data import data_set
@@ -192,25 +192,6 @@ def test_what_collate_draws_is_keyed_by_the_samples_and_leaves_the_generators_al
     assert not torch.equal(batch_of(samples, other, [1, 2])[0], one[0])
     again = collation.batch([samples[1], samples[2]], [1, 2], epoch=1)
     assert not torch.equal(again[0], one[0])
-
-
-def masked(rank: int, size: int, folder: str) -> dict[int, list[str]]:
-    """Return what differs after a resume in the middle of an epoch."""
-    _, differs = runs.straight_and_resumed(rank, size, _texts, folder, {"lr": 0.1}, (2,), _masked)
-    return differs
-
-
-def _texts() -> nn.Module:
-    return OfTexts().double()
-
-
-def _masked() -> Data:
-    return data_of(Masked(), "classification")
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_run_whose_collate_draws_resumes_bit_for_bit(run_ranks, tmp_path, size):
-    assert run_ranks(size, masked, str(tmp_path))[0] == {2: []}
 
 
 # ---- whose function makes the batches -------------------------------------------------------------------

@@ -324,7 +324,7 @@ def stopped(run_ranks, undisturbed, tmp_path) -> Callable[..., dict[str, Any]]:
         saved = runs.read(tmp_path / "last.pt")
         resumed = {**settings, "resume": "auto"}
         assert run_ranks(size, told, str(tmp_path), [], how, resumed) == [0] * size
-        assert runs.different(runs.read(whole / "last.pt"), runs.read(tmp_path / "last.pt")) == []
+        assert runs.different(*runs.ends(whole, tmp_path)) == []
         assert log(tmp_path) == log(whole)
         return saved
 

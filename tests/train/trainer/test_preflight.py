@@ -123,12 +123,9 @@ def test_extra_state_that_no_resume_could_restore_is_refused(make, said):
 
 @pytest.mark.parametrize(("make", "settings"), [(Kept, {}), (AsTensor, {"ema": 0.9})], ids=["", "with --ema"])
 def test_a_run_with_extra_state_goes_on_bit_for_bit(run_ranks, tmp_path, make, settings):
-    run_ranks(1, runs.run, make, str(tmp_path / "whole"), {**settings, **runs.OFTEN})
-    stopped = {**settings, "resume": str(tmp_path / "whole" / "step-000002.pt")}
-    assert "continues from" in run_ranks(1, runs.run, make, str(tmp_path / "rest"), stopped)[0]
-    ends = [runs.read(tmp_path / name / "last.pt") for name in ("whole", "rest")]
-    assert runs.different(*ends) == []
-    kept = ends[0]["model"]["module._extra_state"]
+    last, differences = run_ranks(1, runs.straight_and_resumed, make, str(tmp_path), settings, (2,))[0]
+    assert differences == {2: []}
+    kept = last["model"]["module._extra_state"]
     assert (kept["passes"] if make is Kept else int(kept)) >= runs.STEPS
 
 

@@ -192,9 +192,7 @@ def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):
     run_ranks(2, train_with_shares, str(tmp_path / "two"), {"rank_share": (1, 3), "stop_at": 2})
     resumed = {"rank_share": (1, 1, 1, 5), "resume": str(tmp_path / "two" / "step-000002.pt")}
     run_ranks(4, train_with_shares, str(tmp_path / "four"), resumed)
-    assert (
-        runs.largest_difference(*(runs.read(tmp_path / one / "last.pt") for one in ("one", "four"))) < 1e-12
-    )
+    assert runs.largest_difference(*runs.ends(tmp_path / "one", tmp_path / "four")) < 1e-12
 
 
 def shares_of_one_sample(rank: int, world_size: int) -> Any:
@@ -301,9 +299,7 @@ def test_a_resume_on_as_many_ranks_changes_passes_and_shares_only_where_that_is_
     said, other = run_ranks(2, run, make, str(tmp_path), changed)
     if not why:
         assert "continues from" in said
-        assert (
-            runs.largest_difference(*(runs.read(folder / "last.pt") for folder in (whole, tmp_path))) < 1e-5
-        )
+        assert runs.largest_difference(*runs.ends(whole, tmp_path)) < 1e-5
         return
     assert said.startswith("UsageFault") and f"belongs to a run with {given}, and {why}" in said
     assert f"--change {flag}" in said and "rank 0 failed" in other
