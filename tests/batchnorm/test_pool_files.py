@@ -112,15 +112,11 @@ def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(sizes,
         assert without.variance.mean() < 0.95 * whole.running_var.mean()
 
 
-@pytest.mark.parametrize(
-    ("counts", "given", "said"),
-    [
-        *(([2, 2], {"momentum": momentum}, "momentum") for momentum in (0.0, 1.5, -0.1, float("nan"))),
-        (None, {"momentum": 0.1}, "needs counts"),
-        *((counts, {}, "count|two values") for counts in ([0, 0], [1, 0], [-1, 5], [3])),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("counts", "given", "said"), [
+    *(([2, 2], {"momentum": momentum}, "momentum") for momentum in (0.0, 1.5, -0.1, float("nan"))),
+    (None, {"momentum": 0.1}, "needs counts"),
+    *((counts, {}, "count|two values") for counts in ([0, 0], [1, 0], [-1, 5], [3])),
+], ids=str)  # fmt: skip
 def test_counts_without_a_variance_and_a_momentum_out_of_range_are_refused(counts, given, said):
     with pytest.raises(ValueError, match=said):
         pool([0.0, 0.0], [1.0, 1.0], counts, **given)

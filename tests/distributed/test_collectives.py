@@ -219,15 +219,12 @@ def compare_with_difference(rank: int, world_size: int, wrong: list[int], name: 
     return caught(lambda: collectives.compare(state, "before saving", hint="look there"))
 
 
-@pytest.mark.parametrize(
-    ("size", "wrong", "name", "said"),
-    [
-        (2, [1], "module.weight", "rank 1 has a different module.weight than rank 0, before saving"),
-        (4, [2], "module.phase", "rank 2 has a different module.phase than rank 0, before saving"),
-        (4, [1, 3], "module.phase", "ranks 1, 3 have a different module.phase than rank 0, before saving"),
-        (4, [0], "lr", "rank 0 has a different lr than rank 1, before saving"),
-    ],
-)
+@pytest.mark.parametrize(("size", "wrong", "name", "said"), [
+    (2, [1], "module.weight", "rank 1 has a different module.weight than rank 0, before saving"),
+    (4, [2], "module.phase", "rank 2 has a different module.phase than rank 0, before saving"),
+    (4, [1, 3], "module.phase", "ranks 1, 3 have a different module.phase than rank 0, before saving"),
+    (4, [0], "lr", "rank 0 has a different lr than rank 1, before saving"),
+])  # fmt: skip
 def test_a_difference_names_the_tensor_and_the_ranks_that_differ_from_most(
     run_ranks, size, wrong, name, said
 ):
@@ -267,17 +264,13 @@ class Pair(NamedTuple):
     value: Any
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda value: value,
-        lambda value: [1, value],
-        lambda value: {"state": {"GG": [value, None]}},
-        lambda value: Pair("lr", (value,)),
-        lambda value: sorted({"lr": value, "betas": (0.9, 0.999)}.items()),
-    ],
-    ids=["bare", "a list", "an optimizer's list of matrices", "a named tuple", "settings"],
-)
+@pytest.mark.parametrize("around", [
+    lambda value: value,
+    lambda value: [1, value],
+    lambda value: {"state": {"GG": [value, None]}},
+    lambda value: Pair("lr", (value,)),
+    lambda value: sorted({"lr": value, "betas": (0.9, 0.999)}.items()),
+], ids=["bare", "a list", "an optimizer's list of matrices", "a named tuple", "settings"])  # fmt: skip
 @pytest.mark.parametrize(
     ("value", "other"),
     [
@@ -615,23 +608,19 @@ def parts(*shares: list[int]) -> dict[str, np.ndarray]:
 TWICE, BEYOND = "sample 0 appears more than once: in p0", "sample 5 in p0 is not among the 3"
 
 
-@pytest.mark.parametrize(
-    ("shares", "samples", "said"),
-    [
-        (([2, 0], [1]), 3, []),
-        (([], []), 0, []),
-        (([0, 1], [1, 2]), 3, ["sample 1 appears more than once: in p0, p1"]),
-        (([0, 0], [2]), 3, [TWICE, "sample 1 of 3 is missing"]),
-        (([0, 0], [1]), 2, [TWICE]),
-        (([0], [3]), 6, ["samples 1–2, 4–5 of 6 are missing"]),
-        (([0],), 2, ["sample 1 of 2 is missing"]),
-        (([-1, 0], [9]), 1, ["samples -1, 9 in p0, p1 are not among the 1"]),
-        ((list(range(0, 40, 2)),), 40, ["samples 1, 3, 5, 7, 9, 11 and 14 more of 40 are missing"]),
-        (([],), 10**15, ["samples 0–999999999999999 of 1000000000000000 are missing"]),
-        (([0, 0, 5],), 3, [BEYOND, TWICE, "samples 1–2 of 3 are missing"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shares", "samples", "said"), [
+    (([2, 0], [1]), 3, []),
+    (([], []), 0, []),
+    (([0, 1], [1, 2]), 3, ["sample 1 appears more than once: in p0, p1"]),
+    (([0, 0], [2]), 3, [TWICE, "sample 1 of 3 is missing"]),
+    (([0, 0], [1]), 2, [TWICE]),
+    (([0], [3]), 6, ["samples 1–2, 4–5 of 6 are missing"]),
+    (([0],), 2, ["sample 1 of 2 is missing"]),
+    (([-1, 0], [9]), 1, ["samples -1, 9 in p0, p1 are not among the 1"]),
+    ((list(range(0, 40, 2)),), 40, ["samples 1, 3, 5, 7, 9, 11 and 14 more of 40 are missing"]),
+    (([],), 10**15, ["samples 0–999999999999999 of 1000000000000000 are missing"]),
+    (([0, 0, 5],), 3, [BEYOND, TWICE, "samples 1–2 of 3 are missing"]),
+], ids=str)  # fmt: skip
 def test_faults_name_the_samples_and_the_parts_that_hold_them(shares, samples, said):
     assert faults(parts(*shares), samples) == said
 

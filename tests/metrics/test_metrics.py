@@ -257,38 +257,35 @@ def test_a_predicted_class_out_of_range_is_wrong_and_counts_for_no_class():
     assert [(one.correct, one.predicted, one.samples) for one in found] == [(1, 1, 1), (0, 0, 2)]
 
 
-@pytest.mark.parametrize(
-    ("update", "said"),
-    [
-        (lambda: metrics.Loss().update(torch.tensor(0.3)), "one number per sample"),
-        (lambda: metrics.Loss().update(torch.zeros(1, dtype=torch.complex64)), "complex"),
-        (lambda: metrics.Accuracy().update(np.zeros(3), np.zeros(3, int)), "integers"),
-        (lambda: metrics.Accuracy().update(np.zeros((3, 2), complex), np.zeros(3, int)), "expected scores"),
-        (lambda: metrics.Accuracy().update([2**63], [0]), "9223372036854775808"),
-        (lambda: metrics.Loss().update(np.array([2**53 + 1])), "would be rounded"),
-        (lambda: metrics.Loss().update(np.array([2**63 - 1])), "would be rounded"),
-        (lambda: metrics.Loss().update(np.array([1], "longdouble") + 2.0**-60), "would be rounded"),
-        (lambda: metrics.Loss().update(np.ma.array([1.0, 2.0], mask=[True, False])), "masked"),
-        (lambda: metrics.TopK(0), "at least 1"),
-        (lambda: metrics.CalibrationError(0), "at least 1"),
-        (lambda: metrics.Accuracy().update(np.zeros(3, int), np.zeros(2, int)), "3 samples on one side, 2"),
-        (lambda: metrics.ConfusionMatrix(2).update(np.array([2]), np.array([0])), "2 classes"),
-        (lambda: metrics.PerClass(2).update(np.array([0]), np.array([-1])), "one of these is -1"),
-        (lambda: metrics.TopK(1).update(np.zeros((1, 3)), np.array([3])), "3 classes"),
-        (lambda: metrics.AUROC().update(np.array([math.nan]), np.array([1])), "NaN"),
-        (lambda: metrics.MeanSquaredError().update(np.zeros((3, 1)), np.zeros(3)), "shape \\(3, 1\\)"),
-        (lambda: metrics.MeanAbsoluteError().update(np.zeros(1), 0.0), "targets \\(\\)"),
-        (lambda: metrics.R2().update(np.zeros((3, 2)), np.zeros((3, 2))), "needs 1 per sample"),
-        (lambda: metrics.R2().update(0.0, 0.0), "needs 1 per sample"),
-        (lambda: metrics.R2(0), "at least 1"),
-        (lambda: metrics.Perplexity().update([1.0], [-1]), "a count is -1"),
-        (lambda: metrics.Perplexity().update([1.0], [1.0]), "integers"),
-        (lambda: metrics.Perplexity().update([1.0, 2.0], [1]), "2 samples on one side, 1"),
-        (lambda: metrics.CalibrationError().update(np.array([1.5]), np.array([True])), "between 0 and 1"),
-        (lambda: metrics.TopK(1).merge(metrics.TopK(2)), "TopK\\(1\\) can't be merged with TopK\\(2\\)"),
-        (lambda: metrics.Count().merge(metrics.Loss()), "can't be merged"),
-    ],
-)
+@pytest.mark.parametrize(("update", "said"), [
+    (lambda: metrics.Loss().update(torch.tensor(0.3)), "one number per sample"),
+    (lambda: metrics.Loss().update(torch.zeros(1, dtype=torch.complex64)), "complex"),
+    (lambda: metrics.Accuracy().update(np.zeros(3), np.zeros(3, int)), "integers"),
+    (lambda: metrics.Accuracy().update(np.zeros((3, 2), complex), np.zeros(3, int)), "expected scores"),
+    (lambda: metrics.Accuracy().update([2**63], [0]), "9223372036854775808"),
+    (lambda: metrics.Loss().update(np.array([2**53 + 1])), "would be rounded"),
+    (lambda: metrics.Loss().update(np.array([2**63 - 1])), "would be rounded"),
+    (lambda: metrics.Loss().update(np.array([1], "longdouble") + 2.0**-60), "would be rounded"),
+    (lambda: metrics.Loss().update(np.ma.array([1.0, 2.0], mask=[True, False])), "masked"),
+    (lambda: metrics.TopK(0), "at least 1"),
+    (lambda: metrics.CalibrationError(0), "at least 1"),
+    (lambda: metrics.Accuracy().update(np.zeros(3, int), np.zeros(2, int)), "3 samples on one side, 2"),
+    (lambda: metrics.ConfusionMatrix(2).update(np.array([2]), np.array([0])), "2 classes"),
+    (lambda: metrics.PerClass(2).update(np.array([0]), np.array([-1])), "one of these is -1"),
+    (lambda: metrics.TopK(1).update(np.zeros((1, 3)), np.array([3])), "3 classes"),
+    (lambda: metrics.AUROC().update(np.array([math.nan]), np.array([1])), "NaN"),
+    (lambda: metrics.MeanSquaredError().update(np.zeros((3, 1)), np.zeros(3)), "shape \\(3, 1\\)"),
+    (lambda: metrics.MeanAbsoluteError().update(np.zeros(1), 0.0), "targets \\(\\)"),
+    (lambda: metrics.R2().update(np.zeros((3, 2)), np.zeros((3, 2))), "needs 1 per sample"),
+    (lambda: metrics.R2().update(0.0, 0.0), "needs 1 per sample"),
+    (lambda: metrics.R2(0), "at least 1"),
+    (lambda: metrics.Perplexity().update([1.0], [-1]), "a count is -1"),
+    (lambda: metrics.Perplexity().update([1.0], [1.0]), "integers"),
+    (lambda: metrics.Perplexity().update([1.0, 2.0], [1]), "2 samples on one side, 1"),
+    (lambda: metrics.CalibrationError().update(np.array([1.5]), np.array([True])), "between 0 and 1"),
+    (lambda: metrics.TopK(1).merge(metrics.TopK(2)), "TopK\\(1\\) can't be merged with TopK\\(2\\)"),
+    (lambda: metrics.Count().merge(metrics.Loss()), "can't be merged"),
+])  # fmt: skip
 def test_inputs_that_do_not_fit_are_refused(update, said):
     with pytest.raises((TypeError, ValueError), match=said):
         update()
@@ -625,15 +622,12 @@ def test_a_model_that_keeps_tensors_of_an_evaluation_still_trains():
     assert model.linear.weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ([metrics.Accuracy], "metrics is a list, not a mapping"),
-        ({"f1": lambda: 0.5}, r"metrics\['f1'\] makes a float, not a metric of ckpttool.metrics"),
-        ({"f1": "accuracy"}, r"metrics\['f1'\] makes a str"),
-        ({"mae": (metrics.MeanAbsoluteError, 3)}, "the second of a pair is a function"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ([metrics.Accuracy], "metrics is a list, not a mapping"),
+    ({"f1": lambda: 0.5}, r"metrics\['f1'\] makes a float, not a metric of ckpttool.metrics"),
+    ({"f1": "accuracy"}, r"metrics\['f1'\] makes a str"),
+    ({"mae": (metrics.MeanAbsoluteError, 3)}, "the second of a pair is a function"),
+])  # fmt: skip
 def test_what_is_no_metric_is_refused(given, said):
     with pytest.raises(TypeError, match=said):
         measures(given)

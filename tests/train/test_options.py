@@ -217,27 +217,24 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks, 
     assert list(compiled["model"]) == list(plain["model"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--amp fp16", "--amp fp16: works only on a GPU (give --amp bf16"),
-        ("--optimizer lbfgs", "--optimizer lbfgs: calls the model several times in a step"),
-        ("--optimizer Adagrad --momentum 0.5", "--momentum: Adagrad has none"),
-        ("--optimizer muon --zero", "--zero: muon's state is not divided among ranks"),
-        ("--grad-checkpoint --model own.py:net", "--grad-checkpoint: Flat has no blocks"),
-        ("--zero --model own.py:mixed", "--zero: needs parameters of one dtype"),
-        ("--model own.py:sparse", "parameter 1.weight gets a sparse gradient, and ranks average dense ones"),
-        ("--model own.py:sparse --weight-decay 0", "parameter 1.weight gets a sparse gradient"),
-        ("--model own.py:unlike", "--model own.py:unlike: does not take the 3×32×32 samples"),
-        ("--init W", "does not fit the model"),
-        ("--init W --init-allow-missing x.*", "--init-allow-missing"),
-        ("--init-allow-missing x.*", "--init-allow-missing: needs --init"),
-        ("--resume --out R --change seed", "--change seed: can't"),
-        ("--change lr", "--change: says what may differ on a resume"),
-        ("--task regression --mixup 1", "--mixup: --task regression has no labels to change"),
-        ("--max-steps 3 --warmup 3steps", "--warmup 3steps: is 3 steps, but the whole training has only 3"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("--amp fp16", "--amp fp16: works only on a GPU (give --amp bf16"),
+    ("--optimizer lbfgs", "--optimizer lbfgs: calls the model several times in a step"),
+    ("--optimizer Adagrad --momentum 0.5", "--momentum: Adagrad has none"),
+    ("--optimizer muon --zero", "--zero: muon's state is not divided among ranks"),
+    ("--grad-checkpoint --model own.py:net", "--grad-checkpoint: Flat has no blocks"),
+    ("--zero --model own.py:mixed", "--zero: needs parameters of one dtype"),
+    ("--model own.py:sparse", "parameter 1.weight gets a sparse gradient, and ranks average dense ones"),
+    ("--model own.py:sparse --weight-decay 0", "parameter 1.weight gets a sparse gradient"),
+    ("--model own.py:unlike", "--model own.py:unlike: does not take the 3×32×32 samples"),
+    ("--init W", "does not fit the model"),
+    ("--init W --init-allow-missing x.*", "--init-allow-missing"),
+    ("--init-allow-missing x.*", "--init-allow-missing: needs --init"),
+    ("--resume --out R --change seed", "--change seed: can't"),
+    ("--change lr", "--change: says what may differ on a resume"),
+    ("--task regression --mixup 1", "--mixup: --task regression has no labels to change"),
+    ("--max-steps 3 --warmup 3steps", "--warmup 3steps: is 3 steps, but the whole training has only 3"),
+])  # fmt: skip
 def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
     here, monkeypatch, capsys, arguments, said
 ):

@@ -323,13 +323,10 @@ def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(net, tm
     assert str(fault.hint).endswith(f"  --init {path} --init-allow-missing 'head.*'")
 
 
-@pytest.mark.parametrize(
-    ("classes", "said"),
-    [
-        (5, "newly made, not loaded: head.weight, head.bias"),
-        (3, "--init-allow-missing 'head.*': the file has all of it"),
-    ],
-)
+@pytest.mark.parametrize(("classes", "said"), [
+    (5, "newly made, not loaded: head.weight, head.bias"),
+    (3, "--init-allow-missing 'head.*': the file has all of it"),
+])  # fmt: skip
 def test_the_advised_pattern_keeps_a_new_head_and_loads_the_rest(net, tmp_path, classes, said):
     path, model = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt"), fresh(classes)
     assert said in load(model, path, "head.*")

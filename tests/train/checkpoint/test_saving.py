@@ -535,17 +535,13 @@ def kept(*steps: int) -> dict[str, int]:
     return {"last.pt": steps[-1], **{checkpoint_files.numbered(step): step for step in steps}}
 
 
-@pytest.mark.parametrize(
-    ("settings", "best", "files"),
-    [
-        ({}, [True, False], [{"best.pt": 2, "last.pt": 2}, {"best.pt": 2, "last.pt": 4}]),
-        ({"save_every": Every(2, "epochs")}, [False] * 3, [{}, {"last.pt": 4}, {"last.pt": 6}]),
-        ({"save_every": Every(9, "epochs")}, [True, False], [{"best.pt": 2}, {"best.pt": 2, "last.pt": 4}]),
-        ({"save_every": Every(3, "steps")}, [False] * 3, [{}, {"last.pt": 3}, {"last.pt": 6}]),
-        ({"keep": 2}, [False] * 3, [kept(2), kept(2, 4), kept(4, 6)]),
-    ],
-    ids=["each epoch", "every second", "best only", "steps", "keep"],
-)
+@pytest.mark.parametrize(("settings", "best", "files"), [
+    ({}, [True, False], [{"best.pt": 2, "last.pt": 2}, {"best.pt": 2, "last.pt": 4}]),
+    ({"save_every": Every(2, "epochs")}, [False] * 3, [{}, {"last.pt": 4}, {"last.pt": 6}]),
+    ({"save_every": Every(9, "epochs")}, [True, False], [{"best.pt": 2}, {"best.pt": 2, "last.pt": 4}]),
+    ({"save_every": Every(3, "steps")}, [False] * 3, [{}, {"last.pt": 3}, {"last.pt": 6}]),
+    ({"keep": 2}, [False] * 3, [kept(2), kept(2, 4), kept(4, 6)]),
+], ids=["each epoch", "every second", "best only", "steps", "keep"])  # fmt: skip
 def test_checkpoints_are_written_as_often_as_asked_after_the_last_epoch_and_for_the_best(
     run_ranks, tmp_path, settings, best, files
 ):

@@ -456,15 +456,12 @@ def test_what_is_no_file_of_settings_is_refused_at_once(tmp_path, kind):
         command_line.parse(["--config", str(path)])
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--config a.toml --like b", "--config and --like: settings come from one file"),
-        ("--unset lr", "--unset: needs --config or --like"),
-        ("--like no/such/run", "no/such/run/config.toml: no such file"),
-        ("--config=", "--config: names nothing"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("--config a.toml --like b", "--config and --like: settings come from one file"),
+    ("--unset lr", "--unset: needs --config or --like"),
+    ("--like no/such/run", "no/such/run/config.toml: no such file"),
+    ("--config=", "--config: names nothing"),
+])  # fmt: skip
 def test_flags_about_files_that_make_no_sense_are_one_line(here, capsys, line, said):
     (here / "a.toml").touch()
     assert main.main(line.split()) in (2, 3)

@@ -455,17 +455,14 @@ def test_settings_of_streams_are_refused_where_they_would_change_nothing(setting
         trainings.check(nn.Linear(2, 2), data, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
-    [
-        ({}, "does not say its length, which --scheduler cosine needs"),
-        ({"scheduler": "none", "warmup": Every(1, "epochs")}, "does not say its length"),
-        ({"scheduler": "none", "sampler": "torch"}, "--sampler torch needs samples by number"),
-        ({"scheduler": "none", "drop_last": True}, "--drop-last needs samples by number"),
-        ({"scheduler": "none", "mixup": 0.5}, "--mixup"),
-        ({"scheduler": "none", "rank_share": "auto"}, "--rank-share auto needs samples by number"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "wrong"), [
+    ({}, "does not say its length, which --scheduler cosine needs"),
+    ({"scheduler": "none", "warmup": Every(1, "epochs")}, "does not say its length"),
+    ({"scheduler": "none", "sampler": "torch"}, "--sampler torch needs samples by number"),
+    ({"scheduler": "none", "drop_last": True}, "--drop-last needs samples by number"),
+    ({"scheduler": "none", "mixup": 0.5}, "--mixup"),
+    ({"scheduler": "none", "rank_share": "auto"}, "--rank-share auto needs samples by number"),
+])  # fmt: skip
 def test_settings_that_need_the_numbers_of_samples_are_refused(settings, wrong):
     with pytest.raises(UsageFault, match=wrong):
         trainings.check(linear(), stream("one"), **settings)

@@ -117,15 +117,12 @@ def model(num_classes):
 """
 
 
-@pytest.mark.parametrize(
-    ("where", "named", "ranks"),
-    [
-        ("next to own.py", "file", []),
-        ("next to own.py", "module", []),
-        # as the library `evaluate` may be
-        pytest.param("installed", "file", ["--spawn", "2"], marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("where", "named", "ranks"), [
+    ("next to own.py", "file", []),
+    ("next to own.py", "module", []),
+    # as the library `evaluate` may be
+    pytest.param("installed", "file", ["--spawn", "2"], marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_user_s_modules_are_found_before_the_trainer_s(tmp_path, where, named, ranks):
     assert {"data", "config", "model", "tasks", "log", "run", "main", "evaluate", "plot"} <= set(NAMES)
     (tmp_path / "own.py").write_text(OWN.format(names=NAMES))
@@ -156,14 +153,11 @@ def test_a_clone_runs_its_own_packages_whichever_are_installed(tmp_path, program
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("main.py", "torch is not installed"),
-        ("evaluate.py x.pt --model simple-cnn", "torch is not installed"),
-        ("plot.py run -o run.png", "train/plot.py needs matplotlib, which is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("command", "said"), [
+    ("main.py", "torch is not installed"),
+    ("evaluate.py x.pt --model simple-cnn", "torch is not installed"),
+    ("plot.py run -o run.png", "train/plot.py needs matplotlib, which is not installed"),
+])  # fmt: skip
 def test_a_clone_that_is_not_installed_says_what_is_missing(command, said):
     script, *arguments = command.split()
     without_packages = [sys.executable, "-S", f"{ROOT}/train/{script}", *arguments]

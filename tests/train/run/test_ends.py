@@ -41,14 +41,10 @@ from train.trainer.trainer import Trainer
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="this is known of processes on Linux")
 
 
-@pytest.mark.parametrize(
-    ("command", "said", "code"),
-    [
-        (["train/main.py", "--data", "fake:0", "--out", "{}/x"], "error: --data fake:0", 2),
-        (["train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"], "nowhere.pt: no such file", 3),
-    ],
-    ids=["refused flags", "missing checkpoint"],
-)
+@pytest.mark.parametrize(("command", "said", "code"), [
+    (["train/main.py", "--data", "fake:0", "--out", "{}/x"], "error: --data fake:0", 2),
+    (["train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"], "nowhere.pt: no such file", 3),
+], ids=["refused flags", "missing checkpoint"])  # fmt: skip
 def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path, command, said, code):
     done = start([*TORCHRUN, "2", *(word.format(tmp_path) for word in command)])
     assert done.returncode == 1  # torchrun's own
@@ -65,14 +61,10 @@ def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "said"),
-    [
-        ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
-        ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL\n"),
-    ],
-    ids=["raises", "killed"],
-)
+@pytest.mark.parametrize(("how", "code", "said"), [
+    ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
+    ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL\n"),
+], ids=["raises", "killed"])  # fmt: skip
 def test_a_rank_that_fails_ends_the_others_and_only_it_has_a_traceback(tmp_path, how, code, said):
     own = own_model(tmp_path, how, "torch.is_grad_enabled() and rank == '1'")
     model = ["--model", own, "--out", str(tmp_path / "x")]
@@ -268,15 +260,12 @@ def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("error", "rank", "waits"),
-    [
-        (CkptToolError("own"), "1", False),
-        (RankFailed("of another"), "1", True),
-        (RanksDiffer("all know"), "0", False),
-        (RanksDiffer("all know"), "1", True),
-    ],
-)
+@pytest.mark.parametrize(("error", "rank", "waits"), [
+    (CkptToolError("own"), "1", False),
+    (RankFailed("of another"), "1", True),
+    (RanksDiffer("all know"), "0", False),
+    (RanksDiffer("all know"), "1", True),
+])  # fmt: skip
 def test_a_rank_that_repeats_an_error_waits_for_the_rank_that_had_it(monkeypatch, error, rank, waits):
     slept: list[float] = []
     monkeypatch.setenv("RANK", rank)

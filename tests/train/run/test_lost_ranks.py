@@ -83,16 +83,12 @@ SETTINGS = ["--data", "fake:32", "--epochs", "1", "--batch-size", "4", "--eval-b
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("launcher", "how", "training", "said"),
-    [
-        ("spawn", "time.sleep(999)", True, "rank 1 hangs: in 'forward' of step 3 for"),
-        ("torchrun", "time.sleep(999)", False, "rank 1 hangs: in 'evaluation' of step 8 for"),
-        ("spawn", "os.kill(os.getpid(), 19)", True, "rank 1 is stopped, as by SIGSTOP"),
-        ("torchrun", "os.kill(os.getpid(), 19)", True, "rank 1 is stopped, as by SIGSTOP"),
-    ],
-    ids=["hangs", "hangs in evaluation", "stopped", "stopped under torchrun"],
-)
+@pytest.mark.parametrize(("launcher", "how", "training", "said"), [
+    ("spawn", "time.sleep(999)", True, "rank 1 hangs: in 'forward' of step 3 for"),
+    ("torchrun", "time.sleep(999)", False, "rank 1 hangs: in 'evaluation' of step 8 for"),
+    ("spawn", "os.kill(os.getpid(), 19)", True, "rank 1 is stopped, as by SIGSTOP"),
+    ("torchrun", "os.kill(os.getpid(), 19)", True, "rank 1 is stopped, as by SIGSTOP"),
+], ids=["hangs", "hangs in evaluation", "stopped", "stopped under torchrun"])  # fmt: skip
 def test_a_run_with_a_rank_that_hangs_ends_in_time(tmp_path, launcher, how, training, said):
     when = WHEN.format(training=training, number=3 if training else 1)
     own = own_model(tmp_path, HANGS.format(how=how), when)

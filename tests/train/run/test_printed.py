@@ -304,32 +304,29 @@ def test_a_command_is_broken_between_paths_in_a_narrow_terminal(monkeypatch):
 LANGUAGE = {"task": "language-model", "block_size": 4}
 
 
-@pytest.mark.parametrize(
-    ("factory", "settings", "said"),
-    [
-        ("both", {}, "1,200 training and 4 test samples of 1×8×8, 2 classes"),
-        ("alone", {}, "12 training samples of 1×8×8, no test samples, 2 classes"),
-        ("alone", {"test": "both"}, "12 training and 4 test samples of 1×8×8, 2 classes"),
-        (
-            "stream",
-            {},
-            "a stream of samples of 1×8×8 that does not know its position, no test samples, 2 classes",
-        ),
-        (
-            "tested",
-            {},
-            "a stream of 1,200 samples of 1×8×8 that does not know its position, 4 test samples, 2 classes",
-        ),
-        ("positioned", {}, "a stream of samples of 1×8×8, no test samples, 2 classes"),
-        ("texts", {}, "a stream of samples that does not know its position, no test samples, 2 classes"),
-        (
-            "documents",
-            LANGUAGE,
-            "a stream of packed blocks of 4 tokens that does not know its position, no test samples",
-        ),
-        ("held", LANGUAGE, "a stream of packed blocks of 4 tokens, 16 test samples"),
-    ],
-)
+@pytest.mark.parametrize(("factory", "settings", "said"), [
+    ("both", {}, "1,200 training and 4 test samples of 1×8×8, 2 classes"),
+    ("alone", {}, "12 training samples of 1×8×8, no test samples, 2 classes"),
+    ("alone", {"test": "both"}, "12 training and 4 test samples of 1×8×8, 2 classes"),
+    (
+        "stream",
+        {},
+        "a stream of samples of 1×8×8 that does not know its position, no test samples, 2 classes",
+    ),
+    (
+        "tested",
+        {},
+        "a stream of 1,200 samples of 1×8×8 that does not know its position, 4 test samples, 2 classes",
+    ),
+    ("positioned", {}, "a stream of samples of 1×8×8, no test samples, 2 classes"),
+    ("texts", {}, "a stream of samples that does not know its position, no test samples, 2 classes"),
+    (
+        "documents",
+        LANGUAGE,
+        "a stream of packed blocks of 4 tokens that does not know its position, no test samples",
+    ),
+    ("held", LANGUAGE, "a stream of packed blocks of 4 tokens, 16 test samples"),
+])  # fmt: skip
 def test_data_are_described_as_they_are(own, factory, settings, said):
     settings = dict(settings)
     test_data = f"{own}:{settings.pop('test')}" if "test" in settings else None
@@ -444,17 +441,14 @@ def test_rates_are_of_all_ranks_and_left_out_where_they_are_not_known():
     assert known == {"tokens_per_second": 320.0, "flops_per_second": 5000.0, "mfu": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("name", "amp", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 PCIe", "bf16", 756e12),
-        ("NVIDIA A100-SXM4-40GB", "none", 19.5e12),
-        ("Tesla T4", "fp16", 65e12),
-        ("NVIDIA L40S", "bf16", 362e12),
-        ("Radeon", "bf16", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "amp", "peak"), [
+    ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+    ("NVIDIA H100 PCIe", "bf16", 756e12),
+    ("NVIDIA A100-SXM4-40GB", "none", 19.5e12),
+    ("Tesla T4", "fp16", 65e12),
+    ("NVIDIA L40S", "bf16", 362e12),
+    ("Radeon", "bf16", None),
+])  # fmt: skip
 def test_the_peak_of_a_gpu_is_known_by_its_name(monkeypatch, name, amp, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     expected = None if peak is None else 4 * peak

@@ -109,13 +109,10 @@ def test_nothing_is_said_of_a_model_whose_state_dict_has_all(capsys, make):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (Unread, "_extra_state holds more than tensors and plain values"),
-        (Unloaded, "does not load its own state_dict: KeyError: 'lost'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (Unread, "_extra_state holds more than tensors and plain values"),
+    (Unloaded, "does not load its own state_dict: KeyError: 'lost'"),
+])  # fmt: skip
 def test_extra_state_that_no_resume_could_restore_is_refused(make, said):
     with pytest.raises(UsageFault, match=said):
         check(make)
@@ -264,15 +261,12 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.randint(10, (SAMPLES,), generator=generator)
 
 
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    [
-        (1, {"batch_size": 5, "accumulate": 2}),
-        (2, {"batch_size": 1}),  # one rank has no samples
-        (2, {"batch_size": 5, "accumulate": 2}),
-        (4, {"batch_size": 3, "zero": True}),
-    ],
-)
+@pytest.mark.parametrize(("size", "settings"), [
+    (1, {"batch_size": 5, "accumulate": 2}),
+    (2, {"batch_size": 1}),  # one rank has no samples
+    (2, {"batch_size": 5, "accumulate": 2}),
+    (4, {"batch_size": 3, "zero": True}),
+])  # fmt: skip
 def test_neither_momentum_nor_decay_changes_what_no_rank_uses(run_ranks, size, settings):
     data = of_kinds(*samples())
     expected = trainings.alone(Experts, data, settings["batch_size"], 2, kind=torch.optim.AdamW, **ADAMW)
