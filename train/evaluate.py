@@ -38,8 +38,8 @@ from ckpttool.files.failures import reason
 from ckpttool.words import counted
 from train import console
 from train.config.command_line import without
-from train.config.flags import Parser, add_flags
-from train.config.shared import OWN, DataConfig, RanksConfig, check_shared, count, flag
+from train.config.flags import Parser, add_flags, count, flag
+from train.config.sections import OWN, DataConfig, RanksConfig, check_shared
 from train.launch import program
 
 sys.path.append(sys.path.pop(0))
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ckpttool.distributed.group import Place
     from ckpttool.metrics.predictions import Predictions
     from train.data.data_set import Data
-    from train.tasks.task import Task
+    from train.tasks.builtin import Task
     from train.trainer.progress import Score, Scores
 
 STATEMENT = "eval.json"
@@ -217,12 +217,12 @@ def load(job: Job) -> str:
     from ckpttool import formats
     from ckpttool.files.digest import digest
     from ckpttool.models.reloading import reload
-    from train.checkpoint import parts
+    from train.checkpoint import files
 
     config = job.config
     earlier = [file for name in (OWN, *job.data.others) for file in prepare_output(config, name)]
     require_no_others(config, job.data.others)
-    path = parts.named_in(config.checkpoint)
+    path = files.parts_named_in(config.checkpoint)
     loaded = reload(path, job.model, state=config.state)
     with formats.open(path) as checkpoint:
         of_state = digest(checkpoint.state(loaded.state).tensors)

@@ -41,9 +41,9 @@ from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError
 from train import console
 from train.config import command_line
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.launch import program as launch
-from train.launch.stopping import Starting
+from train.launch.program import Starting
 
 sys.path.append(sys.path.pop(0))
 
@@ -80,7 +80,7 @@ def prepare(config: TrainConfig) -> Job:
 
     from ckpttool.distributed import randomness
     from ckpttool.distributed.group import find_place
-    from train.checkpoint import init_from
+    from train.checkpoint import resume
     from train.data import data_set
     from train.log import trackers
     from train.model import builtin as models
@@ -110,7 +110,7 @@ def prepare(config: TrainConfig) -> Job:
     task = tasks.build(config, data, own_task)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
     preflight.check(config, data, model, place, task)
-    remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
+    remarks = resume.load_weights(model, config.init, config.init_allow_missing) if config.init else []
     return Job(config, place, data, model, task, remarks)
 
 
@@ -183,9 +183,9 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
     trainer.recorder.epoch()
     if trainer.config.virtual_ranks:
-        from train.trainer import virtual_ranks
+        from train.trainer import shares
 
-        yield from virtual_ranks.steps_of_epoch(trainer)
+        yield from shares.steps_of_virtual_ranks(trainer)
         return
     for step, batches in trainer.rest_of_epoch():
         take_step(trainer, step, batches)

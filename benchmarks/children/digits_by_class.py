@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from train.config.shared import DataConfig
+from train.config.sections import DataConfig
 from train.data.data_set import load
 from train.data.samples import Samples
 

@@ -28,11 +28,10 @@ from torch.utils.data import Dataset
 from ckpttool import distributed
 from train import main
 from train.checkpoint.format import capture
-from train.checkpoint.pending_save import tensors_of
-from train.checkpoint.saver import Saver
+from train.checkpoint.saver import Saver, tensors_of
 from train.config import command_line
-from train.launch.stopping import Stop
-from train.run.agreement import Agreement
+from train.launch.program import Stop
+from train.run.run import Agreement
 from train.trainer.trainer import Trainer
 
 LAYERS = 24

@@ -1,6 +1,6 @@
 """log.jsonl, the log of a training run, as it is read: its entries, and its curves over the epochs.
 
-One JSON object on each line, written by the trainer (train/log/log_file.py).
+One JSON object on each line, written by the trainer (train/log/step_log.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.drill.agents import ROOT, Agent
 from tests.ranks.runs import different
 from train.checkpoint import format as checkpoints
 from train.checkpoint.files import BEST, LAST
-from train.config import settings_file
+from train.config import command_line
 from train.run import folder as run_folder
 
 STEPS = 10
@@ -133,7 +133,7 @@ VARIANTS = {"shard": ("--shard",), "stream": ("--data", f"{SABOTEUR}:stream", "-
 """What runs can also be of: more flags of the trainer."""
 
 UNDISTURBED = Kind("undisturbed", ())
-FILES = {LAST, BEST, run_folder.LOG, settings_file.NAME}
+FILES = {LAST, BEST, run_folder.LOG, command_line.CONFIG_FILE}
 
 
 @dataclass(frozen=True)

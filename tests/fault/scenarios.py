@@ -150,15 +150,15 @@ def save_of_trainer() -> object:
 def save_of_trainer_with_deltas() -> object:
     """Write a checkpoint as the trainer does with `--keep-deltas`, and what it changes of the one before."""
     from ckpttool.errors import FileError
-    from train.checkpoint import deltas
+    from train.checkpoint import files
     from train.checkpoint import files as checkpoint_files
     from train.launch import program as launch
 
     def work(kept: object) -> None:
         checkpoint_files.write(kept, "out", ["last.pt", "step-000004.pt"])
-        if failure := deltas.keep_delta("out", 4, 9, ""):  # of which a run says so, and goes on
+        if failure := files.keep_delta("out", 4, 9, ""):  # of which a run says so, and goes on
             raise FileError("out", failure)
-        deltas.drop_wholes("out", 4, "")
+        files.drop_wholes("out", 4, "")
 
     launch.leave(launch.run_program(_training, work))
 

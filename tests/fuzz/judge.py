@@ -45,7 +45,7 @@ from tests.fuzz.seeds import SECRET
 from tests.support import other_files
 from tests.support.comparing import assert_same, values
 from train import plot
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.run.folder import attempts, claimed
 
 # Bytes of a tensor's values that are compared at most: a view may repeat one byte without end

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.ranks import runs
 from tests.ranks.programs import ROOT, start
-from train.checkpoint.pending_save import Staging
+from train.checkpoint.saver import Staging
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 BACKEND, DEVICE = "nccl", "cuda"

@@ -18,16 +18,15 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from examples import padded_text
 from tests.ranks import trainings
-from train.config.shared import Every
-from train.config.training import TrainConfig
-from train.data.collate import Collation
+from train.config.flags import Every
+from train.config.sections import TrainConfig
 from train.data.data_set import Data
-from train.data.packing import Packed
-from train.data.stream import Stream
+from train.data.samples import Collation
+from train.data.stream import Packed, Stream
 from train.main import train
 from train.run.run import Job
 from train.tasks import builtin as tasks
-from train.tasks.task import Task
+from train.tasks.builtin import Task
 
 SHAPE = (3, 8, 8)
 BATCH, SAMPLES = 12, 34

@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.data_set import Data
 from train.main import steps_of_epoch
 from train.tasks import builtin as tasks
-from train.tasks.task import Task
+from train.tasks.builtin import Task
 from train.trainer import preflight
 from train.trainer.trainer import Trainer
 

@@ -16,9 +16,9 @@ from tests.ranks import runs, trainings
 from tests.support.run_log import entries_of
 from tests.support.running import ROOT
 from train import evaluate, main
-from train.config.shared import Every
-from train.data.collate import Collation
+from train.config.flags import Every
 from train.data.data_set import Data
+from train.data.samples import Collation
 
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
 ALL_BUT_ZERO = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.7, "accumulate": 2}

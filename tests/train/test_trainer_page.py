@@ -24,7 +24,7 @@ import pytest
 from tests.ranks.programs import ROOT, environment
 from tests.support.generated_page import generated, regenerate
 from train.config import command_line, flags
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 
 DOCS = ROOT / "docs"
 PAGE, MACHINES = DOCS / "flags.md", DOCS / "several-machines.md"

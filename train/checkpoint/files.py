@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: last.pt, best.pt, step-<number>.pt or a delta. Imports torch."""
+"""The files of a run's checkpoints: names, deltas, and parts that ranks write. Imports torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,39 @@ import contextlib
 import errno
 import os
 import re
+import secrets
+import shutil
 import stat
+import tempfile
 import zipfile
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import IO, Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
-from ckpttool.errors import FileError, UsageFault
+from ckpttool import formats
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.checkpoint.checksums import Checksums
+from ckpttool.distributed import collectives, divided, nested
+from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable, UsageFault
 from ckpttool.files.commit import give_name, replacing
+from ckpttool.files.copying import Output
+from ckpttool.files.digest import sha256_of_file
 from ckpttool.files.failures import naming, system_error
-from ckpttool.formats.delta.chains import needed_by
+from ckpttool.formats import safetensors
+from ckpttool.formats.delta.chains import base_of, chain, needed_by
+from ckpttool.formats.delta.reading import BaseMissing, Link, joined
+from ckpttool.formats.delta.writing import delta
+from ckpttool.formats.pytorch import zip as torch_zip
+from ckpttool.formats.reading import open_alone
+from ckpttool.models.diagnosis.script_lines import command_line
+from ckpttool.system import sync_folder
+from ckpttool.tensors.ref import TensorRef
+from ckpttool.tensors.to_torch import loaded_tensor
 
 Placing = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -196,3 +218,367 @@ def _pickle(path: str) -> bytes:
 def _header(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read(min(int.from_bytes(file.read(8), "little"), LONGEST_PICKLE))
+
+
+# ---- deltas ------------------------------------------------------------------------------------------
+
+# A delta, `step-000012.delta.safetensors`, is built on the file of the save before, by its name. The newest
+# checkpoint has a whole file too, `step-000012.pt`, which is last.pt by another name. It goes once the next
+# is
+# there, if its delta can be read: so a delta that fails, and a kill at any time, cost room and no
+# checkpoint. A
+# delta is built on lower steps alone; those that are built on a step which is saved anew go before it does.
+
+
+HEAD = 9  # bytes that tell a file of tensors from others
+
+
+class _Step(NamedTuple):
+    """The files of a numbered checkpoint."""
+
+    whole: str | None
+    delta: str | None
+
+
+def keep_delta(folder: str, step: int, every: int, training: str) -> str:
+    """Write what the newest checkpoint changes of the one before it, unless it is to be kept whole.
+
+    Returns:
+        Why there is none although one is due; "" if that can't be said.
+    """
+    path = os.path.join(folder, numbered(step, ending=DELTA))
+    try:
+        with naming(path):
+            before = _before(folder, step, training)
+            links = _links(before.delta) or [path for path in (before.whole,) if path]
+            if not 0 < len(links) < every:
+                return ""
+            if is_taken(path, training):
+                return f"{path} is not a checkpoint of this run, and stays as it is"
+            _write(before.whole or links[0], links[0], os.path.join(folder, numbered(step)), path)
+            return ""
+    except CkptToolError as error:
+        return error.message
+
+
+def _write(base: str, named: str, whole: str, path: str) -> None:
+    """Write a delta of a base that will have another name, under which it makes the same."""
+    try:
+        delta(base, whole, path, base_name=os.path.basename(named), force=True)
+        if named != base:
+            _require_same(named, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def _require_same(base: str, path: str) -> None:
+    """Raise Refused unless a delta was made from what another one makes."""
+    with open_alone(path) as new, formats.open(base) as old:
+        joined(Link(old), new)  # compares the checksums that both state
+
+
+def drop_wholes(folder: str, newest: int, training: str) -> None:
+    """Remove the whole files of numbered checkpoints whose deltas can be read, but that of the newest.
+
+    One that a delta is built on stays: its own delta could not be read then.
+    """
+    for step in _steps(folder, ".pt") & _steps(folder, DELTA) - {newest}:
+        whole, path = _files(folder, step, training)
+        if whole and _links(path) and all(base != whole for _, base in _later(folder, step)):
+            with naming(whole, "removed"):
+                os.unlink(whole)
+
+
+def drop_built_on(folder: str, step: int, training: str) -> list[str]:
+    """Remove the delta of a step that is saved anew, and those built on that step; return their names."""
+    names = {numbered(step, ending=ending) for ending in (".pt", DELTA)}
+    paths = [os.path.join(folder, name) for name in names]
+    doomed = {path for path in paths if os.path.lexists(path) and not is_taken(path, training)}
+    if not doomed:
+        return []
+    for path, base in _later(folder, step):
+        if base in doomed:
+            doomed.add(path)
+    of_run = [path for path in doomed if path.endswith(DELTA) and not is_taken(path, training)]
+    for path in sorted(of_run, key=number_of, reverse=True):
+        with naming(path, "removed"):
+            os.unlink(path)
+    return sorted(os.path.basename(path) for path in of_run)
+
+
+def _before(folder: str, step: int, training: str) -> _Step:
+    """Return the files of this training's last checkpoint before a step."""
+    steps = _steps(folder, ".pt") | _steps(folder, DELTA)
+    earlier = sorted((number for number in steps if number < step), reverse=True)
+    found = (_files(folder, number, training) for number in earlier)
+    return next((files for files in found if files != (None, None)), _Step(None, None))
+
+
+def _steps(folder: str, ending: str) -> set[int]:
+    """Return the steps of the numbered files with an ending, whosever they are."""
+    with naming(folder, "listed"):
+        names = [name for name in os.listdir(folder) if name.startswith("step-") and name.endswith(ending)]
+    return {number_of(name) for name in names if NUMBERED.fullmatch(name)}
+
+
+def _files(folder: str, step: int, training: str) -> _Step:
+    paths = [os.path.join(folder, numbered(step, ending=ending)) for ending in (".pt", DELTA)]
+    own = [os.path.exists(path) and not is_taken(path, training) for path in paths]
+    return _Step(*(path if is_own else None for path, is_own in zip(paths, own, strict=True)))
+
+
+def _later(folder: str, step: int) -> Iterator[tuple[str, str | None]]:
+    """Yield the deltas of later steps, in order, each with its base; without those that can't be read."""
+    for number in sorted(number for number in _steps(folder, DELTA) if number > step):
+        path = os.path.join(folder, numbered(number, ending=DELTA))
+        with contextlib.suppress(Damaged, Unreadable):
+            yield path, base_of(path)
+
+
+def _links(path: str | None) -> list[str]:
+    """Return a delta and all that it is built on; nothing if that is not there, or damaged."""
+    try:
+        return chain(path) if path else []
+    except (Damaged, Unreadable):
+        return []
+
+
+@contextlib.contextmanager
+def as_torch_reads(path: str) -> Iterator[str | IO[bytes]]:
+    """Give a file as torch reads it: of a delta, a temporary one of what that makes of its base."""
+    with open(path, "rb") as file:
+        if not safetensors.sniff(file.read(HEAD)):
+            yield path
+            return
+    folder = os.path.dirname(path) or "."  # it has room for a checkpoint, which /tmp may not have
+    if not os.access(folder, os.W_OK):
+        folder = tempfile.gettempdir()
+    with _opened(path) as made, tempfile.TemporaryFile(prefix=".ckpttool-", dir=folder) as file:
+        with Checksums(made, made.storages()) as checksums, naming(folder):
+            with Output(file) as output:
+                torch_zip.write(made, output, path)
+            checksums.finish()
+        file.seek(0)
+        yield file
+
+
+def _opened(path: str) -> Checkpoint:
+    try:
+        return formats.open(path)
+    except BaseMissing as fault:
+        # The hint is of BASE+DELTA, which commands take, and --resume does not.
+        whole = command_line(["ckpttool", "apply", "BASE", fault.path, "WHOLE.pt"])
+        raise Unreadable(fault.path, fault.reason, hint=f"put it there, or go on from: {whole}") from fault
+
+
+# ---- parts -------------------------------------------------------------------------------------------
+
+# The checkpoint's file, as last.pt, then holds all but the tensors, and names the folder beside it, such as
+# `step-000120-3fa1.dcp`, and the SHA-256 of each file in it. So it alone says which state is the run's, and
+# is
+# replaced at once, as any other; a folder that none of the run's files names is removed. The folder is a
+# checkpoint of torch.distributed.checkpoint by itself: `model`, `optimizer.state` and `ema.averages`, by
+# name.
+
+
+FOLDER = re.compile(r"step-\d{6,}-[0-9a-f]{4}\.dcp")
+
+
+def split_parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a captured state without its tensors, and copies of these on the CPU, by name."""
+    optimizer, names = state["optimizer"], _names(state["optimizer"])
+    entries = {names[index]: entry for index, entry in optimizer["state"].items()}
+    tensors = {"model": state["model"], "optimizer": {"state": entries}}
+    rest = state | {"model": {}, "optimizer": optimizer | {"state": {}}}
+    if "ema" in state:
+        tensors["ema"] = {"averages": state["ema"]["averages"]}
+        rest["ema"] = state["ema"] | {"averages": {}}
+    return rest, nested.mapped(tensors, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def _names(optimizer: Mapping[str, Any]) -> dict[int, str]:
+    groups = optimizer["param_groups"]
+    pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
+    return {index: name for of_group in pairs for index, name in of_group}
+
+
+class Parts:
+    """The tensors of one checkpoint on their way into a folder.
+
+    parts = Parts(tensors, folder, step)   # a collective: who writes what
+    parts.write()                          # in a thread of each rank; no error of the disk is raised
+    parts.agree()                          # a collective: raises it
+    state["parts"] = parts.finish()        # in rank 0's thread
+    """
+
+    def __init__(self, tensors: dict[str, Any], folder: str, step: int) -> None:
+        name = collectives.from_rank_zero(lambda: _new_name(folder, step))
+        self.tensors, self.folder, self.path = tensors, folder, os.path.join(folder, name)
+        self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(self.path)
+        first = collectives.rank() == 0
+        self._planner.set_up_planner(tensors, self._writer.storage_meta(), first)
+        self._writer.set_up_storage_writer(first)
+        local = collectives.gather(self._planner.create_local_plan())
+        plans, self._metadata = collectives.from_rank_zero(lambda: self._planner.create_global_plan(local))
+        plans = self._writer.prepare_global_plan(plans)
+        self._plan = self._planner.finish_plan(plans[collectives.rank()])
+        self._written: tuple[list[Any], dict[str, str]] = ([], {})
+        self._of_ranks: list[tuple[list[Any], dict[str, str]]] = []
+        self._failure: FileError | None = None
+
+    def local(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of the model's tensors, by name."""
+        return {name: _local(tensor) for name, tensor in self.tensors["model"].items()}
+
+    def shared(self) -> dict[str, Any]:
+        """Return by name what is the same on all ranks of the model and the optimizer's state."""
+        entries = self.tensors["optimizer"]["state"].items()
+        state = {f"{kind} of {name}": value for name, entry in entries for kind, value in entry.items()}
+        return {name: v for name, v in (self.tensors["model"] | state).items() if not divided.holds_parts(v)}
+
+    def write(self) -> None:
+        """Write this rank's file, and compute its digest. Sends nothing."""
+        try:
+            with naming(self.path):
+                os.makedirs(self.path, exist_ok=True)
+                results = self._writer.write_data(self._plan, self._planner).wait()
+                files = {result.storage_data.relative_path for result in results}
+                self._written = (
+                    results,
+                    {file: sha256_of_file(os.path.join(self.path, file)) for file in sorted(files)},
+                )
+        except FileError as failure:
+            self._failure = failure
+
+    def agree(self) -> FileError | None:
+        """Return the first rank's error of the disk, if any. A collective."""
+        answers = collectives.gather((self._failure, self._written))
+        self._of_ranks = [written for _, written in answers]
+        return next((failure for failure, _ in answers if failure), None)
+
+    def finish(self) -> dict[str, Any]:
+        """Complete the folder, after all ranks have written; return what the checkpoint's file says of it."""
+        with naming(self.path):
+            self._writer.finish(self._metadata, [results for results, _ in self._of_ranks])
+            sync_folder(self.path)
+            sync_folder(self.folder)
+            files = {file: digest for _, of_rank in self._of_ranks for file, digest in of_rank.items()}
+            files[".metadata"] = sha256_of_file(os.path.join(self.path, ".metadata"))
+        return {"folder": os.path.basename(self.path), "files": files}
+
+
+def _new_name(folder: str, step: int) -> str:
+    while os.path.lexists(os.path.join(folder, name := f"step-{step:06d}-{secrets.token_hex(2)}.dcp")):
+        pass  # of the same step, saved before
+    return name
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ---- reading --------------------------------------------------------------------------------------------
+
+
+def check_parts(path: str, state: Mapping[str, Any]) -> None:
+    """Raise Damaged if a file in the folder that a checkpoint names is not the one that was saved."""
+    if "parts" not in state:
+        return
+    folder = _folder(path, state)
+    for name, digest in state["parts"]["files"].items():
+        file = os.path.join(folder, os.path.basename(name))
+        try:
+            found = sha256_of_file(file)
+        except OSError as error:
+            raise Damaged(path, f"its part {file} can't be read: {error.strerror}") from error
+        if found != digest:
+            raise Damaged(path, f"its part {file} is not the saved one")
+
+
+def parts_lie_in(folder: str) -> bool:
+    """Return whether some checkpoint's parts lie in the folder of a run; no checkpoint is read."""
+    return any(FOLDER.fullmatch(name) for name in os.listdir(folder))
+
+
+def parts_named_in(path: str) -> str:
+    """Return the folder that a run's checkpoint names; the file itself if it holds its tensors.
+
+    Damaged if a part is not the one that was saved.
+    """
+    with formats.open(path) as checkpoint:
+        tree = checkpoint.tree
+        if not isinstance(tree, dict) or not {"parts", "digests", "progress"} <= tree.keys():
+            return path
+        folder = _folder(path, tree)
+        check_parts(path, tree)
+        return folder
+
+
+def _folder(path: str, state: Mapping[str, Any]) -> str:
+    parts = state["parts"]
+    name = parts.get("folder") if isinstance(parts, dict) else None
+    if not isinstance(name, str) or not FOLDER.fullmatch(name):
+        raise Damaged(path, f"parts.folder is {name!r}")
+    return os.path.join(os.path.dirname(path), name)
+
+
+def joined_parts(path: str, state: dict[str, Any], own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state with this rank's part of each tensor; as it is if the file holds them. Sends nothing.
+
+    Args:
+        path: of the checkpoint; the folder beside it is there on every rank.
+        own: the model's tensors by name, which say how those that belong to them are divided.
+    """
+    if "parts" not in state:
+        return state
+    with formats.open(_folder(path, state)) as checkpoint:
+        tree = checkpoint.tree
+
+        def read(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: _part(name, value, own.get(name)) for name, value in values.items()}
+
+        entries = {
+            index: nested.mapped(entry, partial(_part, name, own=own.get(name)), kinds=TensorRef)
+            for index, name in _names(state["optimizer"]).items()
+            if (entry := tree["optimizer"]["state"].get(name))
+        }
+        whole = state | {"model": read(tree["model"]), "optimizer": state["optimizer"] | {"state": entries}}
+        if "ema" in state:
+            whole["ema"] = state["ema"] | {"averages": read(tree["ema"]["averages"])}
+        return whole
+
+
+def _part(name: str, value: Any, own: torch.Tensor | None) -> Any:
+    if not isinstance(value, TensorRef):
+        return value
+    tensor = loaded_tensor(name, value)
+    return tensor if own is None else divided.part_like(tensor, own)
+
+
+# ---- the folders of a run -------------------------------------------------------------------------------
+
+
+def remove_unnamed(folder: str) -> None:
+    """Remove each folder of parts that no checkpoint in the run's folder names.
+
+    Nothing is removed while one of them can't be read: it may name any.
+    """
+    with naming(folder, "listed"):
+        names = os.listdir(folder)
+    unnamed = [name for name in names if FOLDER.fullmatch(name)]
+    if unnamed:
+        try:
+            told = b"".join(_pickles(os.path.join(folder, name) for name in names if name.endswith(".pt")))
+        except Exception:  # zipfile and zlib raise many kinds for what is damaged, or no file of ours
+            return
+        for name in unnamed:
+            if name.encode() not in told:
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+
+def _pickles(paths: Iterator[str]) -> Iterator[bytes]:
+    for path in paths:
+        with zipfile.ZipFile(path) as file:
+            yield from (file.read(name) for name in file.namelist() if name.endswith("/data.pkl"))

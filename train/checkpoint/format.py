@@ -1,9 +1,4 @@
-"""The trainer's checkpoint: what it holds of a trainer, and how it is read and put back. Imports torch.
-
-One dict of primitives and tensors, so `torch.load(weights_only=True)` reads it. It holds what the next step
-depends on and nothing else: from it a run continues as if it had never stopped, bit for bit on the same
-number of ranks.
-"""
+"""What is in a checkpoint: from a trainer, into a file, and back. Imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ import os
 import pickle
 import stat
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +17,109 @@ from ckpttool.distributed import collectives, divided, randomness
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from ckpttool.formats.reading import open_alone
-from train.checkpoint import structure
-from train.checkpoint.deltas import as_torch_reads
-from train.config.settings_file import SOURCES
-from train.config.training import CHANGEABLE
+from train.checkpoint.files import as_torch_reads
+from train.config.command_line import SOURCES
+from train.config.sections import CHANGEABLE
 from train.launch import same_settings
 from train.trainer.trainer import Trainer
+
+
+class Each(NamedTuple):
+    """A list whose items have one structure."""
+
+    item: Any
+
+
+class Named(NamedTuple):
+    """A dict whose keys have one type, and whose values have one structure."""
+
+    key: type
+    value: Any
+
+
+# What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`.
+NUMBER = (int, float)
+SETTING = (str, int, float, bool, type(None), list, tuple)
+STRUCTURE: dict[str, Any] = {
+    "model": Named(str, object),  # a tensor, or a module's extra state
+    "optimizer": {
+        "state": Named(int, Named(str, object)),
+        "param_groups": Each({"params": Each(int), "param_names": Each(str)}),
+    },
+    "scheduler": {"base_lrs": Each(NUMBER), "last_epoch": int},
+    "scaler": Named(str, NUMBER),
+    "ema?": {"updates": int, "averages": Named(str, torch.Tensor)},
+    "log": Each(Each(NUMBER)),
+    "progress": {
+        **dict.fromkeys(("epoch", "step", "global_step", "samples", "uncounted"), int),
+        **dict.fromkeys(("best", "lr"), NUMBER),
+        "sums": Each(Each(NUMBER)),
+        "unscored": bool,
+        "since_best?": int,
+        "top?": Each(Each(NUMBER)),
+    },
+    "plan": {
+        **dict.fromkeys(("samples", "batch_size", "world_size"), int),
+        "data": str,
+        "contents": Named(str, Named(str, str)),
+        "init": (str, type(None)),
+    },
+    "stream?": {
+        "steps": (int, type(None)),
+        "lanes": Named(str, {"depth": int, "state": object, "digest": (str, type(None))}),
+    },
+    "rng": Each({"python": list, "torch": torch.Tensor}),
+    "config": Named(str, SETTING),
+    "digests": {"model": str, "optimizer": str, "run": str},
+    "versions": Named(str, (str, int)),
+    "training": str,
+    "chain?": str,
+    "parts?": {"folder": str, "files": Named(str, str)},
+}
+
+
+def check_structure(path: str, state: Mapping[str, Any]) -> None:
+    """Raise Damaged, naming the place, if a checkpoint does not have this structure."""
+    _require(path, "", state, STRUCTURE)
+
+
+def _require(path: str, where: str, value: Any, wanted: Any) -> None:
+    """Raise Damaged, naming the place, if the value does not have the wanted structure."""
+    if isinstance(wanted, Each):
+        _check_type(path, where, value, (list, tuple))
+        for number, item in enumerate(value):
+            _require(path, f"{where}[{number}]", item, wanted.item)
+    elif isinstance(wanted, Named):
+        _check_type(path, where, value, (dict,))
+        for key, item in value.items():
+            _check_type(path, f"{where}: the key {key!r}", key, (wanted.key,))
+            _require(path, f"{where}.{key}", item, wanted.value)
+    elif isinstance(wanted, dict):
+        _check_type(path, where, value, (dict,))
+        for key, inner in wanted.items():
+            name = key.removesuffix("?")
+            if name in value:
+                _require(path, f"{where}.{name}".lstrip("."), value[name], inner)
+            elif key == name:
+                raise Damaged(path, f"lacks {f'{where}.{name}'.lstrip('.')}")
+    else:
+        _check_type(path, where, value, wanted if isinstance(wanted, tuple) else (wanted,))
+
+
+def _check_type(path: str, where: str, value: Any, types: tuple[type, ...]) -> None:
+    if not isinstance(value, types) or (
+        isinstance(value, bool) and bool not in types and object not in types
+    ):
+        names = " or ".join(kind.__name__ for kind in types)
+        raise Damaged(path, f"{where} is a {type(value).__name__}, not a {names}")
+
+
+# ---- format ------------------------------------------------------------------------------------------
+
+# One dict of primitives and tensors, so `torch.load(weights_only=True)` reads it. It holds what the next step
+# depends on and nothing else: from it a run continues as if it had never stopped, bit for bit on the same
+# number of ranks.
+
 
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
@@ -199,7 +291,7 @@ def read(path: str) -> dict[str, Any]:
         hint = f"inspect it: ckpttool inspect {path}; a slimmed one goes through --init"
         raise Refused(path, "is not a checkpoint of this trainer", hint=hint)
     with malformed(path):
-        structure.check(path, state)
+        check_structure(path, state)
         of_parts = {part: collectives.digest_all(values) for part, values in same_on_ranks(state).items()}
         digests = of_parts | {"run": digest_of_run(state)}
     for part, digest in state["digests"].items():

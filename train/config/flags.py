@@ -1,19 +1,163 @@
-"""Flags, made from the fields of a configuration: their names and help, and how a command line is parsed."""
+"""Flags are fields of dataclasses: how a field is declared, how its value is read, and the help."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
+import math
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import UsageFault
 from train import console
+
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+SPELLINGS = {
+    "steps": ("steps", "step"),
+    "epochs": ("epochs", "epoch"),
+    "s": ("s", "sec", "secs", "second", "seconds"),
+    "min": ("min", "mins", "minute", "minutes"),
+    "h": ("h", "hr", "hrs", "hour", "hours"),
+}
+
+
+class Every(NamedTuple):
+    """An interval: a number of steps, epochs, seconds, minutes or hours."""
+
+    number: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.number}{self.unit}"
+
+    @property
+    def seconds(self) -> float | None:
+        return self.number * SECONDS[self.unit] if self.unit in SECONDS else None
+
+    def in_steps(self, steps_per_epoch: int) -> int:
+        return self.number * (steps_per_epoch if self.unit == "epochs" else 1)
+
+
+def integer(least: int) -> Callable[[str], int]:
+    """Read an integer that is not less than `least`."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return convert
+
+
+def number(
+    *, above: float = -math.inf, least: float = -math.inf, below: float = math.inf
+) -> Callable[[str], float]:
+    """Read a number in a range, open at `above` and `below`, closed at `least`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (above < value < below and value >= least):
+            raise argparse.ArgumentTypeError(f"{text} is out of range")
+        return value
+
+    return convert
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Read numbers with commas between them."""
+    return tuple(map(number(), text.split(",")))
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Read integers, none negative, with commas between them."""
+    return tuple(map(integer(0), text.split(",")))
+
+
+def integers_or_auto(text: str) -> tuple[int, ...] | str:
+    """Read `auto`, or integers with commas between them."""
+    return text if text == "auto" else integers(text)
+
+
+def every(*units: str, least: int) -> Callable[[str], Every]:
+    """Read a number with one of the units, the first of which need not be written."""
+
+    def convert(text: str) -> Every:
+        value, unit = _number_and_unit(text, units)
+        return Every(integer(least)(value), unit or units[0])
+
+    return convert
+
+
+def span(text: str) -> str:
+    """Check steps given as `N`, how many, or `N-M`, the first and the last."""
+    first, dash, last = text.partition("-")
+    if dash and integer(1)(last) < integer(1)(first):
+        raise argparse.ArgumentTypeError(f"{text} ends before it begins")
+    integer(1)(first)
+    return text
+
+
+def duration(text: str) -> float:
+    """Read a time above zero, in seconds if it has no unit: `90`, `90s`, `30min`, `2h`."""
+    value, unit = _number_and_unit(text, tuple(SECONDS))
+    return number(above=0)(value) * SECONDS[unit or "s"]
+
+
+def mesh(text: str) -> str:
+    """Read `2x4`: groups, and ranks in each."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers as 2x4: groups, and ranks in each")
+    return text
+
+
+def _number_and_unit(text: str, units: tuple[str, ...]) -> tuple[str, str]:
+    """Return the number in a text and its unit, `""` if it has none."""
+    parts = re.fullmatch(r"(.*?[\d.])? *([a-z]*)", text.strip().lower())
+    if parts is None or not parts[1]:
+        return text, ""  # for the caller to refuse
+    unit = next((unit for unit in units if parts[2] in SPELLINGS[unit]), "")
+    if parts[2] and not unit:
+        raise argparse.ArgumentTypeError(f"{text!r} has none of the units {', '.join(units)}")
+    return parts[1], unit
+
+
+def flag(default: Any, text: str, **options: Any) -> Any:
+    """Return a dataclass field that is a flag, with argparse's `options`.
+
+    `text` is `heading: help`, `heading METAVAR: help` or `heading {choice,choice}: help`.
+    """
+    about, _, text = text.partition(": ")
+    group, _, form = about.partition(" ")
+    if form.startswith("{"):
+        options["choices"] = tuple(form[1:-1].split(","))
+    elif form:
+        options["metavar"] = form
+    return dataclasses.field(default=default, metadata={"group": group, "help": text, **options})
+
+
+def count(default: int | None, text: str, *, least: int = 1) -> Any:
+    return flag(default, text, type=integer(least), metavar="N")
+
+
+def real(default: float | None, text: str, **span: float) -> Any:
+    return flag(default, text, type=number(**span), metavar="X")
+
+
+# ---- the parser --------------------------------------------------------------------------------------
+
 
 # The headings of the help, in order; a configuration may have others, which come first.
 GROUPS = ("data", "task", "scores", "model", "training", "optimizer", "saving", "log", "ranks", "settings")

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.samples import Samples, Scale, count, no_class, optional, scale_of
 
 PADDING = 8  # crop-flip pads by an eighth: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2

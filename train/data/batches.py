@@ -21,8 +21,7 @@ from torch.utils.data._utils import signal_handling
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.processes import end_with_parent
 from ckpttool.errors import CkptToolError, FileError
-from train.data.collate import Collation
-from train.data.samples import Samples, count
+from train.data.samples import Collation, Samples, count
 from train.data.stream import Read
 
 Indices = Iterable[list[int]]  # of the samples of each batch

@@ -22,7 +22,7 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import RanksDiffer
 from train import console
 from train.config.flags import shown
-from train.config.shared import RanksConfig
+from train.config.sections import RanksConfig
 
 # What a machine may have of its own: where its files are, and how many processes load them.
 OF_A_NODE = {"out", "data_root", "download", "workers", "config", "like"}

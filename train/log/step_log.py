@@ -1,34 +1,221 @@
-"""The log of a run while it trains: loss, learning rate, gradient norm, speed, and where the time goes.
+"""The log of a run: its file, the figures of its steps, their speed, and a profile. Imports torch.
 
-    log = StepLog(50, device, sinks)
-    with log.phase("backward", loss):
-        loss.backward()
-    log.add(loss, count)
-    log.step(number, samples=..., lr=..., epochs=...)
-
-A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is read from the
-device, and nothing is sent, but once per interval.
-
-On a CPU, a phase is the time that this rank spent in it. On a GPU, where kernels run long after they were
-launched, it is the time between two events on its stream, which includes the time it stood idle there.
-
-DDP sums gradients over ranks while backward is still computing others, so the two can't be told apart in
-full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then waits until they
-are summed: communication that computing does not hide, and the wait for slower ranks.
+A line with `epoch` ends an epoch and has the scores on the test set. A line with `step` is about the steps
+since the line before (train/log/step_log.py); with `test_loss` it is a score in the middle of an epoch, and
+with `event` what happened in that step: a save that failed or was waited for, or a signal.
+docs/log.md lists the fields; `ckpttool.analysis.run_log` reads them.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import copy
+import json
+import math
+import os
+import resource
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+from torch.utils.flop_counter import FlopCounterMode
 
+from ckpttool.analysis.run_log import LOG, parsed
+from ckpttool.contract import finite
 from ckpttool.distributed import collectives, heartbeat
-from train.log.speed import Work, peak_memory
+from ckpttool.distributed.dummy_pass import run_dummy_pass
+from ckpttool.distributed.group import Place
+from ckpttool.errors import FileError
+from ckpttool.files.commit import append_line, replacing
+from ckpttool.files.failures import naming
+from train import console
+from train.config.sections import TrainConfig
+from train.tasks.builtin import Task
+
+Line = TypeVar("Line")
+
+
+def append_entry(folder: str, entry: Mapping[str, Any]) -> None:
+    """Add one object to the log, on a line of its own, or raise FileError and leave the log as it was."""
+    path = os.path.join(folder, LOG)
+    with naming(path):
+        append_line(path, json.dumps(finite(entry)).encode())
+
+
+def cut_log(folder: str, *, epoch: int, step: int) -> None:
+    """Remove what a run that continues from here will log again, and lines that a crash has cut off.
+
+    Lines are in the order of the training. So everything is removed from the first line on that is about a
+    later epoch or step; a line that names neither stays where it is.
+    """
+    path = os.path.join(folder, LOG)
+    if not os.path.exists(path):
+        return
+    remaining = []
+    with naming(path):
+        with open(path, "rb") as file:
+            for line in file:
+                entry = parsed(line)
+                if entry is None:
+                    continue
+                if _number(entry, "epoch") > epoch or _number(entry, "step") > step:
+                    break
+                remaining.append(line.rstrip(b"\n") + b"\n")
+        with replacing(path) as file:
+            file.writelines(remaining)
+
+
+def _number(entry: Mapping[str, Any], name: str) -> float:
+    value = entry.get(name)
+    return value if isinstance(value, int | float) else -math.inf
+
+
+class HeldLines(contextlib.AbstractContextManager[Any], Generic[Line]):
+    """Lines for a file on a disk that may be full: what it refuses is written before the next line.
+
+    `append` adds one to the file whole, or raises FileError. At the end of a context, FileError is raised if
+    lines are left that can't be written, and nothing has failed already.
+    """
+
+    def __init__(self, append: Callable[[Line], object]) -> None:
+        self._append = append
+        self._waiting: list[Line] = []
+
+    def add(self, line: Line) -> None:
+        """Add a line; if it can't be written, say so and go on."""
+        self._waiting.append(line)
+        try:
+            self.flush()
+        except FileError as error:
+            if len(self._waiting) == 1:
+                console.warn(f"{error.message}; training goes on, and tries again")
+
+    def flush(self) -> None:
+        """Write what is waiting. Raise FileError if the disk still refuses it."""
+        while self._waiting:
+            self._append(self._waiting[0])
+            del self._waiting[0]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*([FileError] if kind is not None else [])):
+            self.flush()
+
+
+# ---- speed -------------------------------------------------------------------------------------------
+
+
+# Dense peaks of GPUs in FLOP/s, of bfloat16 and float16 with tensor cores and of float32 without, as NVIDIA's
+# data sheets give them; the first name that a device's name contains.
+PEAKS = {
+    "H200": (989e12, 67e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "V100": (125e12, 15.7e12),
+    "T4": (65e12, 8.1e12),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is known of a training's work.
+
+    Attributes:
+        unit: what the loss is a mean over, in the plural; empty where that is not worth saying.
+        flops: of the forward and backward passes of a sample; None where they are not known.
+        peak: FLOP/s of the devices of all ranks; None where they are not known.
+    """
+
+    unit: str = ""
+    flops: int | None = None
+    peak: float | None = None
+
+    def rates(self, samples: int, count: float, seconds: float) -> dict[str, float]:
+        """Return what is done in a second, for the log."""
+        found: dict[str, float] = {}
+        if self.unit:
+            found[f"{self.unit}_per_second"] = round(count / seconds, 3)
+        if self.flops:
+            found["flops_per_second"] = float(round(self.flops * samples / seconds))
+            if self.peak:
+                found["mfu"] = round(found["flops_per_second"] / self.peak, 4)
+        return found
+
+
+def work_of(config: TrainConfig, task: Task, place: Place, model: nn.Module, batch: Any) -> Work:
+    """Return what is known of the work of a model that is not wrapped yet; `batch` is of one sample.
+
+    With `--shard` its operations are not counted: a rank may have no room for gradients of the whole.
+    """
+    peak = peak_of(place.device, config.amp, place.world_size)
+    if config.shard:
+        return Work(task.unit, peak=peak)
+    copied = copy.deepcopy(model)  # one may count its passes
+    forward = partial(task.forward, copied)
+    flops = flops_of(lambda: run_dummy_pass(copied, batch, forward, together=False))
+    return Work(task.unit, flops, peak)
+
+
+def flops_of(one_pass: Callable[[], object]) -> int | None:
+    """Return the floating point operations of a pass: torch counts matrix products and convolutions.
+
+    None where it finds none, or can't count.
+    """
+    try:
+        with FlopCounterMode(display=False) as counter:
+            one_pass()
+    except Exception:  # of a mode of torch's inside a user's model: without a count it trains as well
+        return None
+    return counter.get_total_flops() or None
+
+
+def peak_of(device: torch.device, amp: str, ranks: int) -> float | None:
+    """Return the FLOP/s of as many devices, in the precision of `--amp`; None if the device is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    low, single = next((peaks for known, peaks in PEAKS.items() if known in name), (None, None))
+    peak = single if amp == "none" else low
+    return None if peak is None else peak * ranks
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were in use so far: of a GPU, by tensors; else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# ---- steps -------------------------------------------------------------------------------------------
+
+#     log = StepLog(50, device, sinks)
+#     with log.phase("backward", loss):
+#         loss.backward()
+#     log.add(loss, count)
+#     log.step(number, samples=..., lr=..., epochs=...)
+#
+# A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is read from the
+# device, and nothing is sent, but once per interval.
+#
+# On a CPU, a phase is the time that this rank spent in it. On a GPU, where kernels run long after they were
+# launched, it is the time between two events on its stream, which includes the time it stood idle there.
+#
+# DDP sums gradients over ranks while backward is still computing others, so the two can't be told apart in
+# full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then waits until
+# they
+# are summed: communication that computing does not hide, and the wait for slower ranks.
+
 
 PHASES = ("data", "forward", "backward", "reduce", "update")
 
@@ -234,3 +421,74 @@ class _DeviceClock:
                 return
             seconds[name] += start.elapsed_time(end) / 1e3
             self._spans.popleft()
+
+
+# ---- profiling ---------------------------------------------------------------------------------------
+
+# Imports torch. It writes profile/trace.json.gz, for ui.perfetto.dev, and profile/operators.txt.
+
+
+# Steps before those that `--profile N` records: the first ones are not like the others.
+WARM_UP = 10
+ROWS = 40  # operators in the table that is written
+
+
+class Profile:
+    """Records the steps that `span` names, `N` or `N-M`; of a training that begins after the step `start`."""
+
+    def __init__(self, span: str, folder: str, log: StepLog, start: int = 0) -> None:
+        self.folder, self.log = os.path.join(folder, "profile"), log
+        first, dash, last = span.partition("-")
+        begin = int(first) if dash else start + WARM_UP + 1
+        self.steps = range(begin, int(last) + 1 if dash else begin + int(first))
+        self.done = 0
+        self._profiler: Any = None
+        self._before: dict[str, float] = {}
+
+    def begin_step(self, number: int) -> None:
+        """Record the step that comes next, if it is one of them."""
+        if self._profiler is not None or self.done or number not in self.steps:
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # what it would say on stderr is for its authors
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] * (self.log.device.type == "cuda")
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._before, self._first = self.log.total(), number
+        self.log.is_profiled = True
+        self._profiler.start()
+
+    def end_step(self, number: int, *, last: bool = False) -> list[str]:
+        """Write what was recorded after the last of the steps, or of the run; return its table."""
+        if self._profiler is None or (number < self.steps[-1] and not last):
+            return []
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self.log.is_profiled, self.done = False, number - self._first + 1
+        after = self.log.total()
+        seconds = {name: after[name] - before for name, before in self._before.items()}
+        trace, table = (os.path.join(self.folder, name) for name in ("trace.json.gz", "operators.txt"))
+        try:
+            with naming(self.folder):
+                os.makedirs(self.folder, exist_ok=True)
+                profiler.export_chrome_trace(trace)
+                by = "self_cuda_time_total" if self.log.device.type == "cuda" else "self_cpu_time_total"
+                with open(table, "w", encoding="utf-8") as file:
+                    file.write(profiler.key_averages().table(sort_by=by, row_limit=ROWS) + "\n")
+        except (FileError, RuntimeError) as error:  # kineto raises the latter
+            console.warn(f"--profile: {error}; training goes on")
+            return []
+        return [*self._lines(seconds), f"{trace} (ui.perfetto.dev), {table}"]
+
+    def _lines(self, seconds: dict[str, float]) -> list[str]:
+        whole, ms = seconds.pop("step"), 1e3 / self.done
+        rest = {**seconds, "rest": max(whole - sum(seconds.values()), 0.0)}
+        last = self._first + self.done - 1
+        lines = [f"steps {self._first} to {last} of rank 0, {whole * ms:.1f} ms each"]
+        return lines + [f"{name:<8} {s * ms:8.1f} ms {s / (whole or 1):6.1%}" for name, s in rest.items()]
+
+    def leave(self) -> None:
+        """Stop recording in a run that has failed."""
+        if self._profiler is not None:
+            with contextlib.suppress(RuntimeError):
+                self._profiler.stop()
+            self._profiler = None

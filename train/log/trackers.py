@@ -1,25 +1,22 @@
 """Trackers of experiments: what log.jsonl gets, they get too, each an optional package.
 
 Each is a `Sink` of train/log/step_log.py. TensorBoard's files are written here. The clients of W&B, MLflow
-and trackio wait for a server, start threads and draw random numbers: each runs in a process of its own, so
-that nothing of it can hold up or change training. A step writes a line into a pipe, which never waits;
-train/log/tracker_client.py reads it at once, and holds what its server does not take.
+and trackio may wait for a server: each runs in a thread of rank 0, which takes entries from a queue. No step
+waits for it, and the end of a run waits no longer than its limit. The thread shares the process: a client
+that ends the process, or holds the interpreter's lock in C, does so to the run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import math
 import os
-import select
-import signal
+import queue
+import re
 import socket
-import subprocess
-import sys
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
@@ -29,9 +26,9 @@ from ckpttool.errors import UsageFault, install
 from ckpttool.files.commit import append_record
 from ckpttool.files.failures import naming
 from train import console
-from train.config.training import TrainConfig
-from train.log import log_file
-from train.log.log_file import HeldLines
+from train.config.sections import TrainConfig
+from train.log import step_log
+from train.log.step_log import HeldLines
 
 if TYPE_CHECKING:
     from train.log.step_log import Sink
@@ -42,11 +39,12 @@ ABOUT_POSITION = {"step", "steps", "epoch", "epochs"}
 # With `train_...`, the fields of an entry about an epoch that are not about the test set.
 ABOUT_TRAINING = {"lr", "threads", "batch_size"}
 
-CLIENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracker_client.py")
 # Seconds that the end of a run waits at most for what is not sent; a third of --grace if it is told to end.
 PATIENCE = 60.0
-# Lines that are held for a process that does not read.
-MOST = 10_000
+# Seconds after which a client that has failed is tried again, at first and at most.
+PAUSE, LONGEST = 1.0, 60.0
+# Entries that are held for a server that is away; more are left out.
+MOST = 100_000
 
 
 def check(config: TrainConfig) -> None:
@@ -79,7 +77,7 @@ def opened(
             if name == "tensorboard":
                 sinks.append(stack.enter_context(TensorBoard(folder, step)))
             else:
-                sinks.append(Tagged(stack.enter_context(TrackerProcess(name, config, folder, is_told))))
+                sinks.append(stack.enter_context(TrackerThread(name, config, folder, is_told)))
         yield sinks
 
 
@@ -87,7 +85,7 @@ class LogFile(HeldLines[Mapping[str, Any]]):
     """log.jsonl in a run's folder. What a full disk refuses is written when there is room again."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(partial(log_file.append, folder))
+        super().__init__(partial(step_log.append_entry, folder))
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         self.add(entry)
@@ -131,17 +129,6 @@ class TensorBoard(HeldLines[bytes]):
         self.add(record.getvalue())
 
 
-class Tagged:
-    """What hands the numbers of an entry to a tracker whose client runs in a process of its own."""
-
-    def __init__(self, process: TrackerProcess) -> None:
-        self.process = process
-
-    def write(self, entry: Mapping[str, Any], step: int) -> None:
-        if values := tagged(entry):
-            self.process.write(values, step)
-
-
 def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of an entry, under the names with which trackers make groups of charts.
 
@@ -177,84 +164,159 @@ def _tag(name: str, group: str) -> str:
     return f"{group}/{name.removeprefix('test_')}"
 
 
-# ---- the process of a client --------------------------------------------------------------------------
+# ---- clients -------------------------------------------------------------------------------------------
 
 
-class TrackerProcess(contextlib.AbstractContextManager[Any]):
-    """A sink for the entries of the log, by name: wandb, mlflow or trackio. On rank 0 only."""
+class WeightsAndBiases:
+    """A run of W&B in the folder `wandb` of a run; offline, unless WANDB_MODE says otherwise.
+
+    W&B takes no values for steps that lie behind. So each start is a W&B run of its own; runs that continue
+    one another are one group, named after the folder.
+    """
+
+    def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode = None if "WANDB_MODE" in os.environ else "offline"
+        names = {"project": os.environ.get("WANDB_PROJECT", "ckpttool"), "group": os.path.basename(folder)}
+        quiet = wandb.Settings(silent=True, console="off")
+        self.wandb = wandb
+        self.run = wandb.init(**names, dir=folder, config=dict(settings), mode=mode, settings=quiet)
+
+    def log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        self.run.log(dict(values), step=step)
+
+    def finish(self, code: int) -> None:
+        self.run.finish(exit_code=code)
+        self.wandb.teardown()  # waits for the process that writes the file, which `finish` does not
+
+
+class MLflow:
+    """A run of MLflow, in mlflow.db in a run's folder unless MLFLOW_TRACKING_URI says otherwise."""
+
+    def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # what fails is tried again here
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        at = os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{os.path.join(folder, 'mlflow.db')}")
+        self.client, self.metric = MlflowClient(at, at), Metric
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ckpttool")
+        experiment = self.client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        self.run = self.client.create_run(number, run_name=os.path.basename(folder)).info.run_id
+        self.settings = [Param(key, str(value)[:500]) for key, value in settings.items()]
+
+    def log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        # It refuses a whole batch for one character, as in acc@1.
+        known = ((re.sub(r"[^\w/. :-]", "_", name), float(value)) for name, value in values.items())
+        metrics = [self.metric(name, value, int(at * 1e3), step) for name, value in known]
+        self.client.log_batch(self.run, metrics=metrics, params=self.settings)
+        self.settings = []  # not before: a server that was away gets them later
+
+    def finish(self, code: int) -> None:
+        self.client.set_terminated(self.run, "FAILED" if code else "FINISHED")
+
+
+class Trackio:
+    """A run of trackio, in TRACKIO_PROJECT or ckpttool; TRACKIO_SPACE_ID shares it."""
+
+    def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT", "ckpttool")
+        space = os.environ.get("TRACKIO_SPACE_ID")
+        self.trackio = trackio
+        trackio.init(project=project, name=os.path.basename(folder), space_id=space, config=dict(settings))
+
+    def log(self, values: Mapping[str, float], step: int, at: float) -> None:
+        self.trackio.log(dict(values), step=step)
+
+    def finish(self, code: int) -> None:
+        self.trackio.finish()
+
+
+CLIENTS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+
+
+class TrackerThread(contextlib.AbstractContextManager[Any]):
+    """A sink for the entries of the log: a client, by name, in a thread of its own. On rank 0 only."""
 
     def __init__(
         self, name: str, config: TrainConfig, folder: str, is_told: Callable[[], object] = lambda: False
     ) -> None:
         self.name, self.grace, self.is_told = name, config.grace, is_told
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        # In a session of its own, it does not end with Ctrl-C, but when the run says so or is gone.
-        self._process = subprocess.Popen(
-            [sys.executable, CLIENT], stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0, **pipes
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for descriptor in (self._to, self._from):
-            os.set_blocking(descriptor, False)
-        self._waiting: deque[bytes] = deque()
-        self._left_out, self._heard, self._is_gone = 0, b"", False
-        self._send(tracker=name, folder=os.path.abspath(folder), settings=config.plain())
+        self._settings, self._folder = config.plain(), os.path.abspath(folder)
+        self._entries: queue.Queue[tuple[Mapping[str, float], int, float] | None] = queue.Queue()
+        self._client: Any = None
+        self._left_out, self._code = 0, 0
+        self._ended, self._is_over = threading.Event(), False
+        # Python waits for no daemon when it ends: a client that hangs can't hold the run.
+        self._thread = threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True)
+        self._thread.start()
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """Hand over numbers about a step; they are sent when they can be."""
-        self._send(values=dict(values), step=step, time=time.time())
-
-    def _send(self, **line: Any) -> None:
-        self._waiting.append(f"{json.dumps(line)}\n".encode())
-        while len(self._waiting) > MOST:
-            del self._waiting[1]  # of the first, a part may be sent
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Hand over the numbers of an entry; they are sent when they can be."""
+        values = tagged(entry)
+        if values and self._entries.qsize() < MOST:
+            self._entries.put((values, step, time.time()))
+        elif values:
             self._left_out += 1
-        self._write()
-        self._hear()
 
-    def _write(self) -> None:
+    def _serve(self) -> None:
+        """Open the client and give it all entries, in order, until None; give up where the run is over."""
+        if not self._repeat(self._open):
+            return
+        while entry := self._entries.get():
+            if not self._repeat(partial(self._client.log, *entry)):
+                return
         try:
-            while self._waiting and not self._is_gone:
-                done = os.write(self._to, self._waiting[0])
-                if done == len(self._waiting[0]):
-                    self._waiting.popleft()
-                else:
-                    self._waiting[0] = self._waiting[0][done:]
-        except BlockingIOError:
-            pass  # the process is busy, and reads later
-        except BrokenPipeError:
-            self._is_gone = True
-            self._say("its process has ended; log.jsonl has what it did not get")
+            self._client.finish(self._code)
+        except (Exception, SystemExit) as error:
+            self._say(f"{type(error).__name__}: {error}")
 
-    def _hear(self) -> None:
-        """Report what the process has to say."""
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._from, 1 << 12):
-                self._heard += part
-        *lines, self._heard = self._heard.split(b"\n")
-        for line in lines:
-            self._say(line.decode(errors="replace"))
+    def _open(self) -> None:
+        self._client = CLIENTS[self.name](self._folder, self._settings)
+
+    def _repeat(self, call: Callable[[], object]) -> bool:
+        """Call the client, again where it fails, less and less often; return False once the run is over."""
+        pause = 0.0
+        while not self._is_over:
+            if self._succeeds(call, quiet=pause > 0):
+                if pause:
+                    self._say("answers again")
+                return True
+            pause = min(max(2 * pause, PAUSE), LONGEST)
+            if self._ended.wait(pause):
+                time.sleep(PAUSE)
+        return False
+
+    def _succeeds(self, call: Callable[[], object], *, quiet: bool) -> bool:
+        try:
+            call()
+        except (Exception, SystemExit) as error:
+            if not quiet:
+                first = " ".join(str(error).split())[:200]
+                self._say(f"{type(error).__name__}: {first}; training goes on, and it is tried again")
+            return False
+        return True
 
     def _say(self, text: str) -> None:
         console.warn(f"--tracker {self.name}: {text}")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._send(end=0 if kind is None else 1)
+        self._code = 0 if kind is None else 1
+        self._entries.put(None)
+        self._ended.set()
         patience = min(PATIENCE, self.grace / 3) if kind is not None or self.is_told() else PATIENCE
-        until = time.monotonic() + patience
-        while self._process.poll() is None and (left := until - time.monotonic()) > 0:
-            to = [self._to] if self._waiting and not self._is_gone else []
-            select.select([], to, [], min(left, 0.02))
-            self._write()
-        self._hear()
-        if self._process.returncode is None:
+        self._thread.join(patience)
+        self._is_over = True
+        if self._thread.is_alive():
             self._say(f"not all was taken within {patience:.0f} s; log.jsonl has it")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
         if self._left_out:
             self._say(f"{self._left_out} entries were left out; log.jsonl has them")
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()

@@ -1,4 +1,4 @@
-"""Groups of parameters that an optimizer treats alike, by rules over names and layers. Imports torch.
+"""Groups of parameters, and the state of an optimizer by parameter. Imports torch.
 
 A rule is said by a flag: norms and biases do not decay (`--decay-norms`), nor what `--no-decay` names;
 `--lr-scale` and `--layer-decay` multiply the learning rate; muon takes matrices. Parameters to which the same
@@ -7,17 +7,23 @@ rules apply are a group, which says in `rule` what they are, so that a checkpoin
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
+from ckpttool.distributed import nested
+from ckpttool.distributed.divided import holds_parts, part_like
 from ckpttool.errors import UsageFault
-from train.config import optimizing
-from train.config.training import TrainConfig
+from train.config import sections
+from train.config.sections import TrainConfig
 from train.model.wrapping import block_paths
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -44,7 +50,7 @@ def groups_of(config: TrainConfig, model: nn.Module, prefix: str = "") -> list[d
     inside = matrices(model, config.muon_for) if is_muon else set()
     keeps = _not_decaying(config, model)
     layers = layers_of(model) if config.layer_decay else {}
-    scales = [optimizing.scale_in(text) for text in config.lr_scale]
+    scales = [sections.scale_in(text) for text in config.lr_scale]
     scaled = found_in("--lr-scale", [name for name, _ in scales], model)
     groups: dict[Rules, dict[str, Any]] = {}
     for name, parameter in trained(model).items():
@@ -154,14 +160,6 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> set[int]:
     return {id(parameter) for name, parameter in model.named_parameters() if name in chosen}
 
 
-def two_dtypes(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
-    """Return two of the dtypes of parameters, each with the first name; [] where all have one."""
-    first: dict[str, str] = {}
-    for name, parameter in named:
-        first.setdefault(str(parameter.dtype).removeprefix("torch."), name)
-    return [*first.items()][:2] if len(first) > 1 else []
-
-
 def layers_of(model: nn.Module) -> dict[str, int]:
     """Return the layer of each parameter, from 0: what comes before the blocks, each block, what comes after.
 
@@ -196,3 +194,65 @@ def require_same(config: TrainConfig, saved: list[dict[str, Any]], groups: list[
         what = f"--optimizer {config.optimizer}: parameters are in other groups than the saved ones"
         hint = "on a resume only numbers can change, and weight decay can't begin or end"
         raise UsageFault(what, hint=hint)
+
+
+# ---- state -------------------------------------------------------------------------------------------
+
+
+def consolidated(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's whole state, to be saved. A collective if it is divided among ranks.
+
+    Its tensors are the optimizer's own, or copies on the CPU if it is divided; all ranks but 0 then have the
+    settings of its groups alone.
+    """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=0)
+    # Of the others, torch's own class would ask for the whole.
+    whole = optimizer.state_dict() if optimizer.rank == 0 else Optimizer.state_dict(optimizer)
+    # Or rank 0 would keep all of it until the next time.
+    optimizer._all_state_dicts.clear()  # type: ignore[attr-defined]
+    return whole
+
+
+def restore_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Restore a whole state that `consolidated` returned, given on every rank; it is left unchanged."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+        parts = {index: _part(entry, parameters.get(index)) for index, entry in state["state"].items()}
+        optimizer.load_state_dict({**state, "state": parts})
+        for index, entry in parts.items():
+            if own := optimizer.state.get(parameters[index]):
+                own.update(_as_saved(own, entry, parameters[index]))
+        return
+    # It puts None in place of what other ranks hold, and keeps a second copy in the outer optimizer.
+    entries = {index: dict(entry) for index, entry in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": copy.deepcopy(entries)})
+    optimizer.state.clear()
+
+
+def require_of_parameters(optimizer: Optimizer, who: str) -> None:
+    """Raise UsageFault for divided tensors in a group: no resume would know how to divide them again."""
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params" and holds_parts(value):
+                hint = "keep what is of a parameter in state[p][name]"
+                raise UsageFault(f"{who} keeps '{name}', in parts of the ranks", hint=hint)
+
+
+def _part(entry: Any, parameter: torch.nn.Parameter | None) -> Any:
+    """Return this rank's part of a parameter's state, as with `--shard`."""
+    return entry if parameter is None else nested.mapped(entry, lambda tensor: part_like(tensor, parameter))
+
+
+def _as_saved(own: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:
+    """Return what was loaded, with dtypes and texts as saved: torch gives tensors the parameter's dtype, and
+    makes of a text that of a generator."""
+    if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
+        is_cast = own.dtype == parameter.dtype != saved.dtype
+        return saved.to(own.device, copy=True) if is_cast else own
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return {name: _as_saved(value, saved.get(name), parameter) for name, value in own.items()}
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple) and len(own) == len(saved):
+        return type(own)(_as_saved(*pair, parameter) for pair in zip(own, saved, strict=True))
+    return saved if isinstance(saved, str | bytes) and isinstance(own, str | bytes) else own

@@ -1,23 +1,241 @@
-"""What changes the weights by their gradients: optimizer, schedule and average. Imports torch."""
+"""What updates the weights after each backward pass: optimizer, schedule, precision, averages. Imports torch.
+
+Weights, gradients, the optimizer and the evaluation keep the model's own dtype, so a score is that of the
+saved file.
+
+float16 has few exponents, so small gradients would become 0. The loss is multiplied by a scale, and gradients
+are divided by it (Micikevicius et al. 2018, arXiv 1710.03740; `torch.amp.GradScaler`). A step whose gradients
+are infinite or NaN is skipped, and the scale is halved. Gradients are summed over ranks before that, so all
+ranks skip the same steps. A skipped step has used its samples and counts as a step of the plan, but changes
+nothing: not the weights, nor their average (`--ema`), nor the learning rate, as torch wants the scheduler
+called after an optimizer's step. So `scheduler.last_epoch + skipped` is the number of steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.divided import part_like
-from train.config.training import TrainConfig, fields
+from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.models import factory
+from train.config.sections import TrainConfig, fields_of_change
+from train.model import groups
 from train.model import optimizer as optimizers
-from train.model import optimizer_state, schedule
 from train.model.groups import require_same
-from train.model.precision import Precision
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Scaling has found no finite gradient on the way here from 65536, so it is not the range that is missing.
+SMALLEST_SCALE = 2.0**-10
+
+
+def check_precision(kind: str, device: torch.device, model: nn.Module) -> None:
+    """Refuse `--amp fp16` on a CPU, and for a model with a parameter that is complex or float16."""
+    if kind != "fp16":
+        return
+    if device.type == "cpu":
+        raise UsageFault("--amp fp16: works only on a GPU", hint="give --amp bf16, or leave it out")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            what = f"--amp fp16: parameter {name} is {dtype}, whose gradients can't be scaled"
+            hint = "give --amp bf16" if parameter.is_complex() else "keep the model's weights in float32"
+            raise UsageFault(what, hint=hint)
+
+
+class Precision:
+    """The precision of training, with the state of its scaling. `none` changes nothing.
+
+        with precision.autocast():
+            loss = ...
+        precision.scale(loss).backward()     # any number of times
+        precision.unscale(optimizer)         # then clip
+        if precision.step(optimizer):        # False: skipped
+            scheduler.step()
+
+    Attributes:
+        skipped: steps that were skipped since the beginning.
+    """
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self.dtype, self.device = DTYPES.get(kind), device
+        self.skipped = 0
+        self._scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale: once in a step, after they were summed over ranks."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Take the optimizer's step unless scaled gradients are not finite; return whether it was taken."""
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        after = self._scaler.get_scale()
+        if after >= before:
+            return True
+        self.skipped += 1
+        if after < SMALLEST_SCALE:
+            what = f"--amp fp16: gradients are infinite or NaN even if the loss is multiplied by {before:.2g}"
+            raise CheckFailed(what, hint="give a smaller --lr, --warmup, --clip-norm, or --amp bf16")
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._scaler.state_dict(), "skipped": self.skipped} if self._scaler.is_enabled() else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped = state.get("skipped", 0)
+        self._scaler.load_state_dict(state)
+
+
+# ---- the schedule ------------------------------------------------------------------------------------
+
+# A schedule is a function of the step alone, so a run continues with it wherever it stopped.
+
+
+Rate = Callable[[int], float]  # step, from 0 -> factor
+
+TRIED = 256  # steps whose factor is asked for twice before training
+COOLDOWN = 0.2  # of all steps, as arXiv 2405.18392 found enough
+# As torch.optim.lr_scheduler.OneCycleLR, of arXiv 1708.07120.
+RISE, BEGIN, END = 0.3, 1 / 25, 1 / 25e4
+
+
+def check_schedule(config: TrainConfig, steps_per_epoch: int) -> None:
+    """Raise UsageFault if a part of the schedule is longer than the training, or a user's is no schedule."""
+    steps = total_steps(config, steps_per_epoch)
+    warmup = config.warmup.in_steps(steps_per_epoch)
+    if warmup >= steps:
+        what = f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
+        raise UsageFault(what)
+    if config.cooldown is not None and warmup + config.cooldown.in_steps(steps_per_epoch) > steps:
+        cooldown = config.cooldown.in_steps(steps_per_epoch)
+        what = f"--cooldown {config.cooldown}: is {cooldown} steps, and the warm-up {warmup}, but the whole "
+        raise UsageFault(f"{what}training has only {steps}")
+    tried = sorted({0, steps // 2, steps - 1, *range(0, steps, max(1, steps // TRIED))})
+    rate, again = (rate_of(config, steps, steps_per_epoch) for _ in range(2))
+    first = {step: rate(step) for step in tried}
+    for step in reversed(tried):  # a resumed run asks a new one, and not from the first step on
+        if first[step] != again(step):
+            what = f"--scheduler {config.scheduler}: gives step {step} another factor each time"
+            raise UsageFault(what, hint="let it depend on the step alone")
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Return the steps that the schedule spans: of `--epochs` or `--max-steps`, whichever ends first.
+
+    `--max-time` does not count: it interrupts a training run, which may be resumed.
+    """
+    steps = config.epochs * steps_per_epoch
+    return min(steps, config.max_steps) if config.max_steps else steps
+
+
+def build_scheduler(
+    config: TrainConfig, optimizer: Optimizer, total_steps: int, steps_per_epoch: int | None = None
+) -> LambdaLR:
+    """Return the scheduler, to be called after each step that was not skipped."""
+    return LambdaLR(optimizer, rate_of(config, total_steps, steps_per_epoch or total_steps // config.epochs))
+
+
+def rate_of(config: TrainConfig, steps: int, steps_per_epoch: int) -> Rate:
+    """Return the schedule of `--scheduler`, of `steps` in all."""
+    warmup = config.warmup.in_steps(steps_per_epoch)
+    if ":" in config.scheduler:
+        return _own(config.scheduler, steps=steps, warmup=warmup, steps_per_epoch=steps_per_epoch)
+    lowest = config.min_lr / config.lr if config.min_lr and config.lr else None
+    if config.scheduler == "onecycle":
+        return partial(
+            one_cycle, steps=steps, rise=warmup or RISE * steps, end=END if lowest is None else lowest
+        )
+    cooldown = config.cooldown.in_steps(steps_per_epoch) if config.cooldown else round(COOLDOWN * steps)
+    course = partial(rate, config.scheduler, steps=steps, warmup=warmup, cooldown=cooldown)
+    return partial(_above, course, lowest, warmup) if lowest else course
+
+
+def rate(course: str, step: int, steps: int, warmup: int, cooldown: int = 0) -> float:
+    """Return the factor of the learning rate in step `step` (from 0) of `steps`.
+
+    `cosine`, `linear` and `wsd` would reach 0 in step `steps`, which is never taken.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if course == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    if course == "linear":
+        return 1.0 - done
+    if course == "wsd":
+        return max(0.0, min(1.0, (steps - step) / max(1, cooldown)))
+    tenths = (step >= steps / 2) + (step >= steps * 3 / 4)  # as for the ResNets of arXiv 1512.03385
+    return 0.1**tenths if course == "step" else 1.0
+
+
+def _above(course: Rate, lowest: float, warmup: int, step: int) -> float:
+    """Return the factor of a schedule that ends in `lowest` instead of 0."""
+    factor = course(step)
+    return factor if step < warmup else lowest + (1 - lowest) * factor
+
+
+def one_cycle(step: int, *, steps: int, rise: float, end: float) -> float:
+    """Return the factor of a schedule that rises from a 25th to 1 within `rise` steps, then falls to `end`.
+
+    Both along a cosine; `end` is that of the last step. Source: torch's OneCycleLR, whose momentum this
+    leaves as it is.
+    """
+    top = rise - 1
+    if step <= top:
+        return _along(BEGIN, 1.0, step / top if top else 1.0)
+    return _along(1.0, end, min(1.0, (step - top) / max(1e-9, steps - 1 - top)))
+
+
+def _along(first: float, last: float, part: float) -> float:
+    return last + (first - last) / 2 * (1 + math.cos(math.pi * part))
+
+
+def _own(spec: str, **known: int) -> Rate:
+    """Return the function that a user's factory returns, checked in each step."""
+    made: Any = factory.build(spec, **known)
+    if not callable(made) or isinstance(made, type) or hasattr(made, "get_last_lr"):
+        what = f"--scheduler {spec}: returned a {type(made).__name__}, not a function of the step"
+        hint = "def factory(steps, warmup): return lambda step: 1 - step / steps"
+        raise UsageFault(what, hint=hint)
+    return partial(_checked, spec, made)
+
+
+def _checked(spec: str, made: Callable[[int], Any], step: int) -> float:
+    try:
+        factor = float(made(step))
+    except Exception as error:
+        raise UsageFault(f"--scheduler {spec}: fails in step {step}: {factory.described(error)}") from error
+    if not 0 <= factor < math.inf:
+        what = f"--scheduler {spec}: gives step {step} the factor {factor:g}"
+        raise UsageFault(what, hint="return 0 or more, by which the learning rate is multiplied")
+    return factor
+
+
+# ---- updating ----------------------------------------------------------------------------------------
+
 
 Tensor = torch.Tensor
 
@@ -146,12 +364,12 @@ class Updater:
         # Without DDP's prefix, as the user knows the names.
         named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
         self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.total_steps = schedule.total_steps(config, steps_per_epoch)
+        self.total_steps = total_steps(config, steps_per_epoch)
         self.precision = Precision(config.amp, device)
         # The model itself knows its names as the user does; a checkpoint has them with DDP's prefix.
         bare = model.get_submodule("module")
         self.optimizer = optimizers.build_optimizer(config, bare, "module.")
-        self.scheduler = schedule.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
+        self.scheduler = build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
         self.ema = Ema(model, config.ema) if config.ema else None
         self._has_stepped = False
 
@@ -178,7 +396,7 @@ class Updater:
                 self.ema.update()
         if self.config.shard and not self._has_stepped:
             who = f"--shard: a group of --optimizer {self.config.optimizer}"
-            collectives.report_once(lambda: optimizer_state.require_of_parameters(self.optimizer, who))
+            collectives.report_once(lambda: groups.require_of_parameters(self.optimizer, who))
         self._has_stepped = True
         self.clear_gradients()
         return lr, norm
@@ -194,7 +412,7 @@ class Updater:
         Tensors are the optimizer's own. With `--zero` its state is rank 0's alone, but for its settings.
         """
         state = {
-            "optimizer": optimizer_state.consolidated(self.optimizer),
+            "optimizer": groups.consolidated(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.precision.state_dict(),
         }
@@ -203,7 +421,7 @@ class Updater:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a state, with this run's own settings where `--change` lets them differ."""
         fresh = [dict(group) for group in self.optimizer.param_groups]
-        optimizer_state.restore(self.optimizer, state["optimizer"])
+        groups.restore_state(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self._keep_own_settings(fresh)
         self.precision.load_state_dict(state["scaler"])
@@ -218,7 +436,10 @@ class Updater:
         """Give the restored groups this run's settings; no bit differs if those are the same."""
         scheduler = self.scheduler
         scheduler.base_lrs = [group["initial_lr"] for group in fresh]
-        groups, changed = self.optimizer.param_groups, ALWAYS | (OF_GROUPS & fields(self.config.change))
+        groups, changed = (
+            self.optimizer.param_groups,
+            ALWAYS | (OF_GROUPS & fields_of_change(self.config.change)),
+        )
         for group, own, rate in zip(groups, fresh, scheduler.lr_lambdas, strict=True):
             group.update({name: own[name] for name in (*changed, "initial_lr") if name in own})
             # Until it is called again, the scheduler would leave the rate of the schedule before.

@@ -1,4 +1,4 @@
-"""The folder of a run: kept from other runs, checked and cleared; and how often a step has failed in it.
+"""The folder of a run: its claim, its settings, and how often a step has failed in it.
 
 By rank 0 alone. While it trains, attempts.json says which step it is in. A run that ends well, or by a signal
 in good order, removes it; one that a rank leaves as `--grace` is over, or by a second Ctrl-C, takes the step
@@ -15,20 +15,23 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ckpttool.analysis.run_log import LOG
-from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.errors import CheckFailed, FileError, UsageFault
 from ckpttool.files import chain
-from ckpttool.files.commit import LINK
+from ckpttool.files.commit import LINK, replacing
 from ckpttool.files.failures import naming, reason
 from ckpttool.files.folder_lock import locked
 from ckpttool.files.temporaries import remove_abandoned
-from train.checkpoint.files import BEST, DELTA, LAST, NUMBERED, is_taken
-from train.checkpoint.format import require_file
-from train.checkpoint.parts import remove_unnamed
-from train.config import settings_file
-from train.config.training import TrainConfig
+from train import console
+from train.checkpoint.files import BEST, DELTA, LAST, NUMBERED, is_taken, remove_unnamed
+from train.checkpoint.format import require_file, versions
+from train.config import command_line
+from train.config.sections import TrainConfig
+from train.launch import same_settings
+from train.trainer.trainer import Trainer
 
 ATTEMPTS = "attempts.json"
 TRIES = 3
@@ -65,8 +68,8 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
 
 def _check_files(folder: str, config: TrainConfig) -> None:
     """Raise UsageFault if the folder holds a run that no flag allows to touch, or something to wait for."""
-    own, settings = _own_files(folder), os.path.join(folder, settings_file.NAME)
-    if os.path.lexists(settings) and not settings_file.is_of_a_run(settings):
+    own, settings = _own_files(folder), os.path.join(folder, command_line.CONFIG_FILE)
+    if os.path.lexists(settings) and not command_line.is_of_a_run(settings):
         what = f"{settings}: is not of a run, and each run writes its settings there"
         raise UsageFault(what, hint="give it another name")
     if own and not config.force and not _goes_on_in(folder, config):
@@ -201,3 +204,55 @@ def _failed(path: str, flags: str) -> list[int]:
         return [step for step in steps if isinstance(step, int) and step > 0][-TRIES:]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return []
+
+
+# ---- config.toml -------------------------------------------------------------------------------------
+
+
+def write_settings(trainer: Trainer, folder: str) -> list[str]:
+    """Write config.toml, and return what differs from the run of `--like`, as remarks. On rank 0.
+
+    A disk that refuses it ends no run.
+    """
+    config, about = trainer.config, _about(trainer)
+    # Before it is written: the run may be the same.
+    remarks = [] if config.like is None else list(_differences(config, config.like, about))
+    path = os.path.join(folder, command_line.CONFIG_FILE)
+    try:
+        with naming(path), replacing(path) as file:
+            file.write(command_line.settings_text(config, about=about).encode())
+    except FileError as error:
+        console.warn(f"{error.message}; training goes on")
+    return remarks
+
+
+def _about(trainer: Trainer) -> dict[str, Any]:
+    """Return what a run depends on besides its settings."""
+    return {
+        **versions(trainer.place.device),
+        "ranks": trainer.place.world_size,
+        "samples": trainer.data.fingerprint,
+        "init": trainer.init or "",
+        "code": same_settings.code(trainer.config),
+    }
+
+
+def _differences(config: TrainConfig, run: str, about: Mapping[str, Any]) -> Iterator[str]:
+    before, was = command_line.of_run(run)
+    now, then = config.plain(), before.plain()
+    names = [name for name in now if name not in command_line.OF_A_START and now[name] != then[name]]
+    found = [f"{name.replace('_', '-')} {_shown(then[name])} -> {_shown(now[name])}" for name in names]
+    for name, value in about.items():
+        old = was.get(name)
+        if name == "code":
+            files = old if isinstance(old, dict) else {}
+            found += [f"{file} is another now" for file in value if files.get(file) != value[file]]
+        elif old != value:
+            found.append(f"{name} {_shown(old)} -> {_shown(value)}")
+    yield f"{run}, but {'; '.join(found)}" if found else f"{run}: nothing differs"
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == () or value == "":
+        return "none"
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -13,7 +13,7 @@ from ckpttool.distributed.plan import Plan, Step
 from ckpttool.errors import UsageFault
 from train import console
 from train.config.command_line import make_plan
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 
 # Steps of an epoch that the table shows: the first ones, and the last two.
 STEPS = 12
@@ -24,11 +24,7 @@ NAMED = 3
 def run(config: TrainConfig) -> None:
     """Count the samples that the flags name, and show their plan on rank 0."""
     if given_rank() == 0:
-        from train.data import (  # torch, which ranks that show nothing need not import
-            data_set,
-            samples,
-            stream,
-        )
+        from train.data import data_set, samples, stream
 
         # No task: samples are only counted, and need no classes.
         parts = data_set.load_parts(replace(config, task=""), seed=config.seed)

@@ -28,10 +28,10 @@ from ckpttool.files.chain import Link
 from ckpttool.files.failures import naming
 from train.checkpoint.format import versions
 from train.config.command_line import arguments_of
-from train.config.training import TrainConfig
-from train.data.collate import leaves
+from train.config.sections import TrainConfig
+from train.data.samples import leaves_of
 from train.launch import same_settings
-from train.log.log_file import HeldLines
+from train.log.step_log import HeldLines
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
 
@@ -103,7 +103,7 @@ class Proof(Recorder):
         """Note the samples of a micro-batch of this rank, as they are used."""
         rows: list[torch.Tensor] = []
         shared = hashlib.sha256()  # of what is not told apart by sample, as the boxes of all images
-        for _, leaf in leaves(batch):
+        for _, leaf in leaves_of(batch):
             if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(indices):
                 rows.append(leaf.detach().cpu())
             else:

@@ -7,30 +7,290 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
 
 from ckpttool.distributed import collectives
+from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.distributed.processes import started_by_spawn
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from ckpttool.words import counted
 from train import console
-from train.checkpoint import parts
+from train.checkpoint import files
 from train.checkpoint.files import BEST, LAST
 from train.config import command_line
-from train.config.shared import OWN
-from train.launch.stopping import Stop
-from train.log import log_file
-from train.run.bar import Bar, Clock
-from train.run.header import header
-from train.run.score_table import Column, ScoreTable
+from train.config.sections import OWN, TrainConfig
+from train.data.data_set import Data
+from train.data.samples import count
+from train.data.stream import Packed, Stream
+from train.launch.program import Stop
+from train.log import step_log
+from train.log.step_log import peak_memory
+from train.model.wrapping import Sharded
 from train.tasks.builtin import Classification
 from train.trainer.progress import Score, Scores, TrainScore, in_words
 from train.trainer.trainer import Trainer
+
+BEST_MARK = "  best"
+
+
+class Column(Enum):
+    """What a line has besides a task's metrics, which may have any name: name, heading, width."""
+
+    TRAIN_LOSS = "train loss", "train loss", 10
+    TRAIN_RIGHT = "train correct", "correct", 7
+    TEST_LOSS = "test loss", "test loss", 10
+    TEST_RIGHT = "test correct", "correct", 7
+    COUNTED = "correct of all", "", 12
+    SECONDS = "seconds", "seconds", 7
+
+
+class ScoreTable:
+    """The columns that fit into a width, behind a label such as `3/10`.
+
+    Args:
+        label: columns of the label.
+        metrics: names of a task's metrics; None for classification, which has shares of correct samples.
+        width: columns of the line.
+
+    Attributes:
+        hidden: the names of the columns that do not fit, in the order in which they gave way.
+    """
+
+    def __init__(self, label: int, metrics: Sequence[str] | None, width: int) -> None:
+        own: list[Column | str] = [Column.TEST_RIGHT, Column.COUNTED] if metrics is None else [*metrics]
+        trained = [Column.TRAIN_LOSS, Column.TRAIN_RIGHT] if metrics is None else [Column.TRAIN_LOSS]
+        last = Column.SECONDS, Column.TRAIN_RIGHT, Column.TRAIN_LOSS
+        ways: list[Column | str] = [Column.COUNTED, *reversed(metrics or ()), *last]  # in which they give way
+        self._label = label
+        self._shown = {each: _facts(each) for each in (*trained, Column.TEST_LOSS, *own, Column.SECONDS)}
+        self.hidden: list[str] = []
+        for each in ways:
+            if label + sum(wide + 2 for _, _, wide in self._shown.values()) + len(BEST_MARK) <= width:
+                break
+            if facts := self._shown.pop(each, None):
+                self.hidden.append(facts[0])
+
+    def heading(self) -> str:
+        heads = (f"{head:>{width}}" for _, head, width in self._shown.values())
+        return "  ".join([f"{'epoch':>{self._label}}", *heads])
+
+    def line(self, label: str, cells: Mapping[Column | str, str], *, best: bool) -> str:
+        """Return a line; columns without a cell stay empty."""
+        shown = (f"{cells.get(each, ''):>{width}}" for each, (_, _, width) in self._shown.items())
+        return "  ".join([f"{label:>{self._label}}", *shown]) + BEST_MARK * best
+
+
+def _facts(column: Column | str) -> tuple[str, str, int]:
+    """Return the name, the heading and the width of a column."""
+    return (
+        column.value if isinstance(column, Column) else (column, column, max(len(column), len("1.234e-05")))
+    )
+
+
+# ---- the progress bar --------------------------------------------------------------------------------
+
+
+# Seconds between two looks at the figures behind the bar.
+INTERVAL = 1.0
+
+
+class Bar:
+    """The steps of an epoch on a bar on stderr, if `shown`. At its end it is gone."""
+
+    def __init__(self, trainer: Trainer, *, shown: bool) -> None:
+        self.trainer, self.shown = trainer, shown
+        self._bar: Any = None
+        self._began, self._first, self._looked = time.monotonic(), trainer.progress.global_step, 0.0
+
+    def over(self, steps: Iterator[None]) -> Iterator[None]:
+        """Yield the steps, and count them."""
+        if not self.shown:
+            yield from steps
+            return
+        from tqdm import tqdm
+
+        progress, total = self.trainer.progress, self.trainer.feed.known_steps
+        label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
+        look: dict[str, Any] = {"unit": "step", "leave": False, "dynamic_ncols": True}
+        with tqdm(total=total, initial=progress.step, desc=label, **look) as self._bar:
+            for step in steps:
+                if time.monotonic() - self._looked >= INTERVAL:
+                    self._looked = time.monotonic()
+                    self._bar.set_postfix_str(", ".join(self.figures()), refresh=False)
+                self._bar.update()
+                yield step
+        self._bar = None
+
+    def figures(self) -> list[str]:
+        """Return what stands behind the bar: of the last line of the log, and of now."""
+        trainer, now = self.trainer, self.trainer.log.latest
+        unit = f"{trainer.log.work.unit or 'samples'}_per_second"
+        rate, mfu = now.get(unit), now.get("mfu")
+        found = [f"{rate:,.0f} {unit.partition('_')[0]}/s"] if rate else []
+        found += [f"MFU {mfu:.0%}"] if mfu else []
+        found.append(f"{peak_memory(trainer.place.device) / 1e9:.1f} GB")
+        done = trainer.progress.global_step - self._first
+        if done > 0 and (trainer.feed.known_steps is not None or trainer.config.max_steps):
+            left = trainer.updater.total_steps - trainer.progress.global_step
+            found.append(f"{in_hours((time.monotonic() - self._began) / done * max(left, 0))} left")
+        return found
+
+    def clear(self) -> None:
+        """Make room for a line on the terminal."""
+        if self._bar is not None:
+            self._bar.clear()
+
+    def refresh(self) -> None:
+        """Show the bar again below a line."""
+        if self._bar is not None and (self._bar.total is None or self._bar.n < self._bar.total):
+            self._bar.refresh()
+
+
+def in_hours(seconds: float) -> str:
+    """Return a time as `2:05`, or `1:02:05` with hours."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Clock:
+    """The seconds of an epoch, from here on: in all, in its steps, and in its evaluations."""
+
+    def __init__(self) -> None:
+        self._began, self._training, self._evaluating = time.monotonic(), 0.0, 0.0
+
+    def training(self, steps: Iterator[None]) -> Iterator[None]:
+        """Yield the steps; the time that they take themselves is that of training."""
+        while True:
+            began = time.monotonic()
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            finally:
+                self._training += time.monotonic() - began
+            yield step
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Count the time of the block as that of evaluations."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._evaluating += time.monotonic() - began
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def times(self) -> dict[str, float]:
+        """Return the seconds for the log."""
+        parts = {"train_seconds": self._training, "evaluate_seconds": self._evaluating}
+        return {name: round(value, 3) for name, value in {"seconds": self.seconds(), **parts}.items()}
+
+
+# ---- the head ----------------------------------------------------------------------------------------
+
+
+def header(trainer: Trainer, folder: str) -> dict[str, str]:
+    """Return the lines of the head, each a word and what it says."""
+    config, data, place = trainer.config, trainer.data, trainer.place
+    parameters = sum(parameter.numel() for parameter in trainer.ddp.parameters())
+    virtual = " on virtual ranks" if config.virtual_ranks else ""
+    plan = trainer.feed.plan
+    dealt = shares(plan, config.virtual_ranks or place.world_size)
+    tests = {name: other.parts()[-1].samples for name, other in data.others.items()}
+    others = "".join(f"\n{'':8}{name}: {count(samples):,} samples" for name, samples in tests.items())
+    return {
+        "model": f"{config.model}, {parameters:,} parameters",
+        "data": f"{data.name}\n{'':8}{describe(data)}{others}",
+        "ranks": f"{place.world_size} on {place.device.type} ({place.backend}){_divided(trainer)}",
+        "batch": f"{dealt}{virtual}, {_steps(trainer)}",
+        "train": in_lines(recipe(config)),
+        "out": folder,
+    }
+
+
+def _divided(trainer: Trainer) -> str:
+    model = trainer.ddp
+    return f",\n{'':8}{model.about}" if isinstance(model, Sharded) else ""
+
+
+def describe(data: Data) -> str:
+    """Return the sizes, the shape and the number of classes of a data set, as a sentence."""
+    # A user's function may make batches of samples of any shapes.
+    has_one = data.shape and not data.collation("training").is_own
+    shape = f" of {'×'.join(map(str, data.shape))}" if has_one else ""
+    tests = "no test samples" if data.test is None else f"{count(data.test):,} test samples"
+    if isinstance(data.train, Stream):
+        position = " that does not know its position" * (not data.train.resumes)
+        said = [f"{_kind(data.train, shape)}{position}", tests]
+    elif data.test is None:
+        said = [f"{count(data.train):,} training samples{shape}", tests]
+    else:
+        said = [f"{count(data.train):,} training and {tests}{shape}"]
+    return ", ".join([*said, *([f"{len(data.classes)} classes"] if data.classes else [])])
+
+
+def _kind(stream: Stream, shape: str) -> str:
+    """Return what a stream consists of."""
+    source = stream.shards[0].source
+    if isinstance(source, Packed):
+        return f"a stream of packed blocks of {source.block} tokens"
+    length = "" if stream.length is None else f"{stream.length:,} "
+    return f"a stream of {length}samples{shape}"
+
+
+def _steps(trainer: Trainer) -> str:
+    steps = trainer.feed.known_steps
+    if steps is None:
+        return "until the stream ends"
+    return f"{steps} steps per epoch{', as it says' * (trainer.feed.stream is not None)}"
+
+
+def shares(plan: Plan, world_size: int) -> str:
+    """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
+    if not 1 < world_size <= 8:
+        return str(plan.batch_size)
+    return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
+
+
+def recipe(config: TrainConfig) -> str:
+    """Return the main settings of a run, in brief."""
+    plain = TrainConfig()
+    length = counted(config.epochs, "epoch")
+    length += f" or {config.max_steps} steps" * bool(config.max_steps)
+    rate = "" if config.lr is None else f" lr {config.lr:g}"
+    parts = [length, f"{config.optimizer}{rate}", config.scheduler]
+    if config.warmup.number:
+        parts.append(f"warmup {config.warmup}")
+    if config.accumulate > 1:
+        parts.append(f"{config.accumulate} passes per step")
+    for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
+        value = getattr(config, name)
+        if value != getattr(plain, name):
+            parts.append(f"{name.replace('_', '-')} {value}")
+    return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def in_lines(recipe: str) -> str:
+    """Return a recipe broken between its parts, for at most 80 columns with eight before each line."""
+    width = min(shutil.get_terminal_size().columns, 80) - 8
+    unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+    lines = textwrap.wrap(unbreakable, width=max(width, 16), break_long_words=False, break_on_hyphens=False)
+    return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
+# ---- the report --------------------------------------------------------------------------------------
+
 
 # Steps in which nothing counts that are said; the log has all.
 SHOWN = 3
@@ -57,7 +317,7 @@ class Report:
         with collectives.fail_together():
             if self.speaks:
                 progress = self.trainer.progress
-                log_file.cut(self.folder, epoch=progress.epoch, step=progress.global_step)
+                step_log.cut_log(self.folder, epoch=progress.epoch, step=progress.global_step)
                 self._say_header(remarks)
 
     def _say_header(self, remarks: list[tuple[str, str]]) -> None:
@@ -236,7 +496,7 @@ class Report:
             console.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = os.path.join(self.folder, "model.safetensors")
-            tensors = parts.named_in(saved[0]) if parts.lie_in(self.folder) else saved[0]
+            tensors = files.parts_named_in(saved[0]) if files.parts_lie_in(self.folder) else saved[0]
             strip = ["ckpttool", "strip-prefix", tensors, model]
             strip += ["--state", "ema.averages"] * bool(self.trainer.updater.ema)
             console.say(command_line.to_paste([*strip, *(["--force"] * os.path.exists(model))]))

@@ -12,15 +12,13 @@ from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed, RanksDiffer
 from train.config import command_line
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.augment import augmented
 from train.data.batches import Undamaged, load, trial_batch
-from train.data.collate import digest_of
 from train.data.data_set import Data
-from train.data.lane import Position
-from train.data.samples import count
-from train.data.stream import Read, Stream
-from train.tasks.task import Task
+from train.data.samples import count, digest_of
+from train.data.stream import Position, Read, Stream
+from train.tasks.builtin import Task
 from train.trainer.progress import Progress, Recorder
 
 MARK = 5  # hexadecimal digits of a digest that ranks compare: squares are exact in float64 on 8192 ranks

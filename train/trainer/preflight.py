@@ -1,32 +1,305 @@
-"""Checks for what would fail on some rank later; each rank makes them alone, before any group starts.
-
-Imports torch. Each part has a `check` of its own; what is left to try is the model on a sample.
-"""
+"""What would fail later, on some rank: each checks alone, before any group starts. Imports torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ckpttool.distributed.group import Place
-from ckpttool.errors import UsageFault, install
+from ckpttool.batchnorm import RunningStatistics
+from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed.dummy_pass import leaving_no_trace, modes_kept
+from ckpttool.distributed.group import Place, given_rank
+from ckpttool.distributed.plan import Plan
+from ckpttool.distributed.randomness import seeded
+from ckpttool.errors import CkptToolError, UsageFault, install
 from ckpttool.formats.delta import compression
+from ckpttool.metrics.base import measures, update
 from ckpttool.models import factory
 from train import console
 from train.config.command_line import make_plan
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.augment import augmented
-from train.data.batches import Undamaged
+from train.data.batches import Undamaged, trial_batch
 from train.data.data_set import Data
-from train.data.samples import count
-from train.data.stream import Stream
-from train.model import optimizer, precision, schedule, sharding, wrapping
-from train.tasks.task import Task
-from train.trainer import virtual_ranks
+from train.data.samples import Samples, count, digest_of
+from train.data.stream import Stream, is_plain
+from train.model import optimizer, updater, wrapping
+from train.tasks.builtin import PAIR, Classification, ModelLoss, Task, UserTask, loss_in
 from train.trainer.feed import SEEDS
-from train.trainer.selection import selection
-from train.trainer.trial import Trial, check_count, check_sum, initialise, try_training
+from train.trainer.progress import selection
+
+TRIED = 8  # samples, of which one should have something that counts
+
+NO_GRADIENT = "compute it from the outputs (times 0 if need be), without .item(), .detach(), torch.no_grad()"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A dry run on copies of one sample."""
+
+    model: str  # as on the command line
+    data: Data
+    task: Task
+    part: str  # "training" or "test"
+
+    @property
+    def samples(self) -> Samples:
+        samples = self.data.train if self.part == "training" else self.data.test
+        assert samples is not None
+        return samples
+
+    def forward(self, model: nn.Module, size: int, sample: int = 0) -> tuple[Any, Any]:
+        """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch."""
+        batch = self.batch(size, sample)
+        has_classes = isinstance(self.task, Classification)
+        if not has_classes or self.data.collation(self.part).is_own:
+            self.task.check(batch, [sample] * size, self.part)
+        outputs = self.task.forward(model, batch)
+        if has_classes:
+            self._check_scores(outputs, size)
+        return outputs, batch
+
+    def batch(self, size: int, sample: int = 0) -> Any:
+        return trial_batch(self.samples, self.data.collation(self.part), [sample] * size)
+
+    def _check_scores(self, outputs: Any, size: int) -> None:
+        """Refuse what is no row of scores per sample, and too few: a label would be out of bounds."""
+        if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (size,) or outputs.dim() != 2:
+            raise TypeError("its output is not one row of class scores per sample")
+        if outputs.shape[1] < len(self.data.classes):
+            classes = f"{self.data.name} has {len(self.data.classes)} classes"
+            raise UsageFault(f"--model {self.model}: has {outputs.shape[1]} outputs, but {classes}")
+
+    def loss(self, outputs: Any, batch: Any, size: int, sample: int = 0) -> tuple[torch.Tensor, float]:
+        """Return the loss of a batch of `size` copies, as (sum, count)."""
+        self.task.check(batch, [sample] * size, self.part)
+        try:
+            total, count = self.task.loss(outputs, batch)
+        except CkptToolError:
+            raise
+        except Exception as error:
+            which = f"the loss of {self.part} sample {sample} of {self.data.name}"
+            what = f"--task {self.task.name}: {which}: {factory.described(error)}"
+            raise UsageFault(what) from error
+        return total, float(count)
+
+    def measure(self, outputs: Any, batch: Any) -> None:
+        """Raise UsageFault if a metric does not take the outputs."""
+        try:
+            for name, measure in measures(self.task.metrics).items():
+                update(name, measure.make(), measure.arguments, outputs, batch)
+        except CkptToolError as fault:
+            raise UsageFault(f"--task {self.task.name}: {fault.message}", hint=fault.hint) from fault
+
+    def unfit(self, error: Exception) -> CkptToolError:
+        """Return the error for a model that failed."""
+        if isinstance(error, CkptToolError):
+            return error
+        samples = " ".join(["×".join(map(str, self.data.shape)), "samples"]).strip()
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return UsageFault(f"--model {self.model}: does not take the {samples} of {self.data.name}: {reason}")
+
+
+def initialise(trial: Trial, model: nn.Module) -> None:
+    """Let lazy layers take their shapes from a sample; the random numbers are the same on every rank."""
+    tensors = (*model.parameters(), *model.buffers())
+    if any(is_lazy(tensor) for tensor in tensors):
+        try:
+            with modes_kept(model), torch.no_grad():
+                trial.forward(model.eval(), 1)
+        except Exception as error:
+            raise trial.unfit(error) from error
+
+
+def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan, world_size: int) -> None:
+    """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
+    # Synchronised layers see the samples of all ranks.
+    together = config.batchnorm == "sync"
+    sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
+    # Nobody knows the last batch of a stream.
+    unknown = isinstance(trial.data.train, Stream) or config.skip_damaged
+    smallest = 1 if unknown else min(sizes - {0})
+    copied = copy.deepcopy(model)
+    if config.batchnorm == "pooled":
+        RunningStatistics(copied)
+    if config.grad_checkpoint:
+        wrapping.checkpoint_blocks(copied)
+    try:
+        outputs, batch = trial.forward(copied, smallest)
+    except Exception as error:
+        if config.batchnorm == "pooled":
+            _refuse_whole_graph(config.model, error)
+        if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
+            if unknown:
+                what = f"--model {config.model}: BatchNorm can't compute the statistics of one value"
+                hint = f"a batch of --data {config.data} may be as small: give a model without it"
+                raise UsageFault(what, hint=hint) from error
+            raise wrapping.batch_of_one(config.model, plan, world_size) from error
+        raise trial.unfit(error) from error
+    wrapping.check_outputs(config, outputs)
+    total, _ = trial.loss(outputs, batch, smallest)
+    check_count(trial, outputs, smallest)
+    if not total.requires_grad:
+        what = "the sum that loss returned does not depend on the model's parameters"
+        raise UsageFault(f"--task {trial.task.name}: {what}", hint=NO_GRADIENT)
+    with torch.no_grad():
+        trial.measure(outputs, batch)
+    total.backward()
+    for name, parameter in copied.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            what = f"parameter {name} gets a sparse gradient, and ranks average dense ones"
+            raise UsageFault(f"--model {config.model}: {what}", hint="make its layer without sparse=True")
+    if not config.find_unused:
+        _check_used(config.model, copied)
+    copied.zero_grad(set_to_none=True)
+    _check_resumes(trial, copied, model, smallest)
+
+
+def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int) -> None:
+    """Refuse extra state that can not be saved; warn of passes that depend on what no state dict has."""
+    state = trained.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) and not is_plain(value):
+            what = f"--model {trial.model}: {name} holds more than tensors and plain values"
+            raise UsageFault(what, hint="let get_extra_state return numbers, texts, lists and dicts of these")
+    twin, marks = copy.deepcopy(fresh), []
+    try:
+        twin.load_state_dict(state)
+    except Exception as error:  # of a user's set_extra_state
+        what = f"--model {trial.model}: does not load its own state_dict: {factory.described(error)}"
+        raise UsageFault(what, hint="a resume would fail: see its set_extra_state") from error
+    for each in (trained, twin):
+        with seeded("resume"), torch.no_grad():
+            outputs, batch = trial.forward(each, size)
+            marks.append((digest_of(outputs), digest_of(trial.loss(outputs, batch, size))))
+    (one, loss), (other, again) = marks
+    if given_rank() == 0 and one == other and loss != again:
+        what = f"--task {trial.task.name}: the loss of the same outputs is another each time"
+        console.warn(f"{what}, so a resume will not be exact (let it depend on outputs and batch alone)")
+    if given_rank() == 0 and one != other:
+        what = f"--model {trial.model}: a pass depends on what earlier passes left outside of its state_dict"
+        ways = "keep it in a buffer, without persistent=False, or give it get_extra_state"
+        console.warn(f"{what}, so a resume will not be exact ({ways})")
+
+
+def _check_used(name: str, model: nn.Module) -> None:
+    idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if idle:
+        what = f"parameter {idle[0]} does not affect the output, and DDP would wait for its gradient"
+        hint = "set requires_grad=False on it, remove it, or give --find-unused"
+        raise UsageFault(f"--model {name}: {what}", hint=hint)
+
+
+def check_sum(trial: Trial, model: nn.Module) -> None:
+    """Refuse a user's loss that is a mean, or a count that does not count: two copies tell, of one sample.
+
+    A mean would make each rank's samples count the more the fewer they are, and nothing else would show it.
+    """
+    if not isinstance(trial.task, UserTask):
+        return
+    quiet = copy.deepcopy(model).eval()
+    for sample in range(min(count(trial.samples), TRIED)):
+        try:
+            with torch.no_grad():
+                losses = [trial.loss(*trial.forward(quiet, n, sample), n, sample) for n in (1, 2)]
+        except Exception:  # one that only a batch of this size raises, which may never come
+            return
+        (single, of_one), (double, of_two) = ((float(total), counted) for total, counted in losses)
+        if not single or not of_one:  # nothing counts in this sample
+            continue
+        returned = f"--task {trial.task.name}: loss returned"
+        copies = "for one sample and for two copies of it"
+        if _is_near(double, single) and (_is_near(of_two, of_one) or _is_near(of_two, 2 * of_one)):
+            counts = f"with counts of {of_one:g} and {of_two:g}"
+            raise UsageFault(f"{returned} {single:g} {copies}, {counts}: a mean, not a sum", hint=PAIR)
+        if _is_near(double, 2 * single) and _is_near(of_two, of_one):
+            raise UsageFault(f"{returned} a count of {of_one:g} {copies}", hint=PAIR)
+        return
+
+
+def check_count(trial: Trial, outputs: Any, size: int) -> None:
+    """Refuse batches in which a model's mean can't be said to be of how many samples."""
+    if not isinstance(trial.task, ModelLoss) or loss_in(outputs)[1] is not None:
+        return
+    for number in (size, size + 1):  # one may be right by chance: images have three channels
+        counted = trial.task.sample_count(trial.batch(number))
+        if counted != number:
+            what = f"--task {trial.task.name}: finds {counted} samples in a batch of {number}"
+            ways = (
+                "with its loss let the model return a count, or give --task file.py:factory with sample_count"
+            )
+            raise UsageFault(f"{what}: its first tensor has no row for each", hint=ways)
+
+
+def _is_near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-3)
+
+
+def _takes_two(trial: Trial, model: nn.Module) -> bool:
+    try:
+        with torch.no_grad():
+            trial.forward(copy.deepcopy(model), 2)
+    except Exception:
+        return False
+    return True
+
+
+def _refuse_whole_graph(name: str, error: Exception) -> None:
+    from torch._dynamo.exc import Unsupported  # imported here, because it takes a second
+
+    if isinstance(error, Unsupported):
+        but = "the samples that a BatchNorm sees are counted outside the compiled graph"
+        what = f"--batchnorm pooled: {name} is compiled with fullgraph=True, but {but}"
+        raise UsageFault(what, hint="leave out fullgraph, or give --batchnorm plain or sync") from error
+
+
+# ---- the same pass -----------------------------------------------------------------------------------
+
+
+# By which the loss of one sample may differ: the devices of ranks need not be of one kind.
+MOST = 0.01
+
+
+def compare_pass(config: TrainConfig, task: Task, model: nn.Module, batch: Any) -> str:
+    """Return what differs if a sample has another loss on each rank; "" if it has not. A collective.
+
+    The ranks have the same weights and draw the same numbers, so it would depend on an attribute that a
+    factory has drawn, say, or on code that is another on each machine.
+
+    Args:
+        model: as it is trained; with `--shard` the one that is divided.
+        batch: of one sample, the same on all ranks.
+    """
+    if collectives.world_size() == 1:
+        return ""
+    eager = wrapping.not_compiled() if config.compile else contextlib.nullcontext()
+    model = model if config.shard else copy.deepcopy(model)  # one may count its passes
+    with torch.no_grad(), leaving_no_trace(model, together=False), eager:
+        randomness.seed_all(randomness.seed_from("a pass"))  # on GPUs too
+        loss, _ = task.loss(task.forward(model, batch), batch)
+    losses = collectives.gather(float(loss))
+    other = next((rank for rank, one in enumerate(losses) if not _near(one, losses[0])), 0)
+    if not other:
+        return ""
+    where = f"{losses[0]:.4g} on rank 0 and {losses[other]:.4g} on rank {other}"
+    by = f"--model {config.model} and --task {task.name}"
+    return f"by {by} a sample has the loss {where}, with the same weights and random numbers"
+
+
+def _near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=MOST, abs_tol=1e-6) or not (one == one or other == other)
+
+
+# ---- all checks --------------------------------------------------------------------------------------
+
+# Imports torch. Each part has a `check` of its own; what is left to try is the model on a sample.
 
 
 def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
@@ -47,7 +320,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     said = data.train.steps(plan.batch_size) if isinstance(data.train, Stream) else None
-    schedule.check(config, said or plan.steps_of(world_size))
+    updater.check_schedule(config, said or plan.steps_of(world_size))
     augmented(data.train, config, len(data.classes))
     if data.test is None:
         _check_unscored(config)
@@ -58,10 +331,10 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     if config.keep_deltas and not compression.is_there():
         what = f"--keep-deltas {config.keep_deltas}: deltas are packed by zstd, which is not installed"
         raise UsageFault(what, hint=f"{install('delta')}, or use Python 3.14")
-    precision.check(config.amp, place.device, model)
-    virtual_ranks.check(config, model)
+    updater.check_precision(config.amp, place.device, model)
+    _check_virtual_ranks(config, model)
     optimizer.check(config, model)
-    sharding.check(config, model)
+    wrapping.check_sharding(config, model)
     trained = wrapping.as_trained(config, model)
     wrapping.check_batchnorm(config, model, trained, place, plan)
     if not wrapping.has_torchs_sync(trained):  # it works only on GPUs and in groups
@@ -133,6 +406,21 @@ def _check_unscored(config: TrainConfig) -> None:
         if value:
             what = f"{name}: --data {config.data} has no test samples, so nothing is scored"
             raise UsageFault(what, hint="--test-data names some")
+
+
+def _check_virtual_ranks(config: TrainConfig, model: nn.Module) -> None:
+    """Raise UsageFault if `--virtual-ranks` can't compute a model's gradients apart."""
+    if config.virtual_ranks is None:
+        return
+    for path, layer in model.named_modules():
+        reason = None
+        if isinstance(layer, nn.SyncBatchNorm) or hasattr(layer, "absent"):
+            reason = "is synchronised over ranks, and virtual ranks compute apart"
+        elif getattr(layer, "sparse", False) is True:
+            reason = "has sparse gradients, and virtual ranks add dense ones"
+        if reason:
+            what = f"--virtual-ranks {config.virtual_ranks}: '{path}' of {config.model} {reason}"
+            raise UsageFault(what, hint="leave out --virtual-ranks, or give another --model")
 
 
 def check_evaluation(name: str, data: Data, model: nn.Module, task: Task) -> None:

@@ -22,13 +22,13 @@ from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment, start
 from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of
-from train.checkpoint import deltas, parts
+from train.checkpoint import files
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import saver as saving
 from train.checkpoint.files import DELTA, numbered
 from train.checkpoint.format import read
 from train.config import command_line
-from train.config.shared import Every
+from train.config.flags import Every
 from train.main import steps_of_epoch
 from train.run import folder as folders
 
@@ -99,9 +99,9 @@ def test_a_delta_is_read_back_with_its_views_ties_types_and_numbers(tmp_path):
     before, after = odd_state(), {**odd_state(), "stream": odd, "best": float("nan"), "big": 1 << 70}
     for number, state in enumerate((before, after), start=1):
         torch.save({**state, "digests": {}, "global_step": 1}, tmp_path / numbered(number))
-    assert deltas.keep_delta(str(tmp_path), 2, 9, "") == ""
+    assert files.keep_delta(str(tmp_path), 2, 9, "") == ""
     path = tmp_path / numbered(2, ending=DELTA)
-    with deltas.as_torch_reads(str(path)) as file:
+    with files.as_torch_reads(str(path)) as file:
         found = torch.load(file, weights_only=True)
     expected = torch.load(tmp_path / numbered(2), weights_only=True)
     assert list(found) == list(expected) and repr(found) == repr(expected)
@@ -118,7 +118,7 @@ def test_the_commands_and_evaluate_read_a_delta(runs_of_two, cli):
     assert cli("verify", path).code == 0
     assert "AdamW" in cli("inspect", path).out
     assert cli("digest", path).out.split()[0] == cli("digest", other).out.split()[0]
-    assert parts.named_in(str(path)) == str(path)
+    assert files.parts_named_in(str(path)) == str(path)
 
 
 # ---- going on ------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_keep_leaves_what_its_deltas_are_built_on(run_ranks, tmp_path, keep, sav
 
 def fill_the_disk_in_step_3(step: int, patch: pytest.MonkeyPatch, folder: Path) -> None:
     if step == 3:
-        patch.setattr(deltas, "delta", no_room)
+        patch.setattr(files, "delta", no_room)
 
 
 def no_room(*_: object, **__: object) -> None:
@@ -334,8 +334,8 @@ def save(folder: Path, step: int) -> None:
     """Save as the trainer does, after each step of a tiny training."""
     state = {"w": torch.full((50,), float(step)), "digests": {}, "global_step": step}
     checkpoint_files.write(state, str(folder), ["last.pt", numbered(step)])
-    assert deltas.keep_delta(str(folder), step, 9, "") == ""
-    deltas.drop_wholes(str(folder), step, "")
+    assert files.keep_delta(str(folder), step, 9, "") == ""
+    files.drop_wholes(str(folder), step, "")
 
 
 def kill_before(patch: pytest.MonkeyPatch, number: int) -> None:
@@ -358,7 +358,7 @@ def kill_before(patch: pytest.MonkeyPatch, number: int) -> None:
 def steps_read(folder: Path, *steps: int) -> list[float]:
     found = []
     for step in steps:
-        with deltas.as_torch_reads(str(state_of(folder, step))) as file:
+        with files.as_torch_reads(str(state_of(folder, step))) as file:
             found.append(torch.load(file, weights_only=True)["w"][0].item())
     return found
 
@@ -412,9 +412,9 @@ OWN = """
 import os, signal, threading, time
 from pathlib import Path
 from torch import nn
-from train.checkpoint import deltas
+from train.checkpoint import files
 
-here, usual = Path(__file__).parent, deltas.keep_delta
+here, usual = Path(__file__).parent, files.keep_delta
 
 def keep_delta(folder, step, *given):
     order = here / f"kill-{step}"
@@ -427,7 +427,7 @@ def keep_delta(folder, step, *given):
     (here / f"took-{step}").write_text(str(time.monotonic() - began))
     return failure
 
-deltas.keep_delta = keep_delta
+files.keep_delta = keep_delta
 
 def model():
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 200), nn.ReLU(), nn.Linear(200, 10))
@@ -472,7 +472,7 @@ def test_a_kill_at_any_moment_of_a_delta_costs_no_step(undisturbed, tmp_path, nu
 
 def told_in_a_delta(rank: int, size: int, folder: str, settings: dict[str, Any]) -> str:
     """Run the trainer, which is told to end while it makes the delta of step 3."""
-    usual = deltas.keep_delta
+    usual = files.keep_delta
 
     def struck(where: str, step: int, every: int, training: str) -> str:
         if step == 3:
@@ -481,7 +481,7 @@ def told_in_a_delta(rank: int, size: int, folder: str, settings: dict[str, Any])
         return usual(where, step, every, training)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "keep_delta", struck)
+        patch.setattr(files, "keep_delta", struck)
         return runs.run(rank, size, runs.restless, folder, settings)
 
 

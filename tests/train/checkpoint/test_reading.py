@@ -23,7 +23,7 @@ from tests.support.saved import prefixed, saved
 from tests.support.small_net import SmallNet, used
 from train import main
 from train.checkpoint import format as checkpoints
-from train.checkpoint import init_from
+from train.checkpoint import resume
 from train.checkpoint import resume as resuming
 from train.checkpoint.format import capture
 from train.config import command_line
@@ -217,7 +217,7 @@ def fresh(classes: int = 3) -> SmallNet:
 
 
 def load(model: nn.Module, path: Path, *allow_missing: str) -> list[str]:
-    return init_from.load(model, str(path), allow_missing)
+    return resume.load_weights(model, str(path), allow_missing)
 
 
 def dcp(state: Any, path: Path) -> None:
@@ -423,10 +423,10 @@ def test_a_rank_without_the_file_leaves_its_weights_to_rank_0(tmp_path, monkeypa
 
 
 def test_the_digest_is_that_of_the_weights_wherever_the_file_lies(net, tmp_path):
-    first = init_from.digest(saved(net.state_dict(), tmp_path / "a.pt"))
+    first = resume.digest_of_weights(saved(net.state_dict(), tmp_path / "a.pt"))
     save_file(net.state_dict(), tmp_path / "b.safetensors")
-    assert init_from.digest(tmp_path / "b.safetensors") == first
-    assert init_from.digest(saved(fresh().state_dict(), tmp_path / "c.pt")) != first
+    assert resume.digest_of_weights(tmp_path / "b.safetensors") == first
+    assert resume.digest_of_weights(saved(fresh().state_dict(), tmp_path / "c.pt")) != first
 
 
 def test_the_published_resnet_20_fits_as_it_is(resnet20):

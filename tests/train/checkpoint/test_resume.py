@@ -17,7 +17,7 @@ from tests.ranks import runs, trainings
 from tests.ranks.runs import contents
 from tests.support.run_log import entries_of, epochs_of, timeless
 from train.checkpoint import format as checkpoints
-from train.config.shared import Every
+from train.config.flags import Every
 
 EPOCHS, STEPS, SAMPLES = 2, 4, 44
 

@@ -32,8 +32,8 @@ from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
 from train.checkpoint.files import numbered
-from train.checkpoint.pending_save import Staging
-from train.config.shared import Every
+from train.checkpoint.saver import Staging
+from train.config.flags import Every
 from train.main import steps_of_epoch
 from train.run.run import Limits
 from train.trainer.trainer import Trainer

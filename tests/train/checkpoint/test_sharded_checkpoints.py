@@ -21,7 +21,7 @@ from ckpttool.errors import Damaged
 from ckpttool.files import chain
 from tests.ranks import mortal, runs, trainings
 from tests.support.run_log import entries_of, timeless
-from train.checkpoint import files, parts
+from train.checkpoint import files
 from train.checkpoint.saver import Saver
 
 SHARD = {"shard": True, "shard_blocks": ("Block",)}
@@ -274,8 +274,8 @@ def test_the_folder_holds_the_weights_of_the_gathered_file(run, gathered, tmp_pa
 
 
 def test_the_file_is_evaluated_by_the_folder_that_it_names(run, gathered):
-    assert parts.named_in(str(run / "last.pt")) == str(folder_of(run / "last.pt"))
-    assert parts.named_in(str(gathered / "last.pt")) == str(gathered / "last.pt")
+    assert files.parts_named_in(str(run / "last.pt")) == str(folder_of(run / "last.pt"))
+    assert files.parts_named_in(str(gathered / "last.pt")) == str(gathered / "last.pt")
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "step-000001-abcd.dcp/..", 3])
@@ -283,7 +283,7 @@ def test_a_folder_elsewhere_is_not_followed(tmp_path, name):
     parts_of_run = {"parts": {"folder": name, "files": {}}, "digests": {}, "progress": {}}
     torch.save(parts_of_run, tmp_path / "last.pt")
     with pytest.raises(Damaged, match=r"parts\.folder is"):
-        parts.named_in(str(tmp_path / "last.pt"))
+        files.parts_named_in(str(tmp_path / "last.pt"))
 
 
 def test_each_checkpoint_has_a_folder_and_folders_without_one_are_removed(run_ranks, tmp_path):
@@ -355,9 +355,9 @@ def test_a_checkpoint_with_a_damaged_part_is_passed_over_for_the_one_before(run_
 
 def run_with_a_full_disk(rank: int, size: int, folder: str, save: str, *, stays: bool = False) -> str:
     """Run where the disk of rank 1 refuses the second save; if it `stays` full, all later ones too."""
-    written, saves = parts.Parts.write, iter(range(99))
+    written, saves = files.Parts.write, iter(range(99))
 
-    def write(self: parts.Parts) -> None:
+    def write(self: files.Parts) -> None:
         number = next(saves)
         if rank == 1 and (number == 1 or (stays and number > 1)):
             with pytest.MonkeyPatch.context() as patch:
@@ -371,7 +371,7 @@ def run_with_a_full_disk(rank: int, size: int, folder: str, save: str, *, stays:
         written(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts.Parts, "write", write)
+        patch.setattr(files.Parts, "write", write)
         return runs.run(rank, size, runs.steady, folder, {**PARTS, **runs.OFTEN, "save": save})
 
 
@@ -402,7 +402,7 @@ def test_starting_over_removes_the_folders(run_ranks, tmp_path):
 def test_a_users_folder_of_a_similar_name_stays(tmp_path):
     for name in ("step-000001.dcp", "step-000001-abcd.dcp.bak", "step-000001-abcd.dcp"):
         (tmp_path / name).mkdir()
-    parts.remove_unnamed(str(tmp_path))
+    files.remove_unnamed(str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["step-000001-abcd.dcp.bak", "step-000001.dcp"]
 
 
@@ -417,21 +417,21 @@ def test_folders_stay_while_a_checkpoint_that_may_name_them_cannot_be_read(tmp_p
     (tmp_path / "step-000001-abcd.dcp").mkdir()
     torch.save({"parts": {"folder": "step-000001-abcd.dcp"}}, tmp_path / "last.pt")
     (tmp_path / "last.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:-40])
-    parts.remove_unnamed(str(tmp_path))
+    files.remove_unnamed(str(tmp_path))
     assert folders(tmp_path) == ["step-000001-abcd.dcp"]
 
 
 def test_a_file_that_is_no_checkpoint_of_this_run_keeps_its_own_folder(tmp_path):
     """Some program's `parts` are its own."""
     torch.save({"parts": ["a"], "w": torch.ones(2)}, tmp_path / "other.pt")
-    assert parts.named_in(str(tmp_path / "other.pt")) == str(tmp_path / "other.pt")
+    assert files.parts_named_in(str(tmp_path / "other.pt")) == str(tmp_path / "other.pt")
 
 
 def test_a_damaged_part_is_not_scored(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     damage(tmp_path / "run" / "last.pt", "one bit")
     with pytest.raises(Damaged, match="is not the saved one"):
-        parts.named_in(str(tmp_path / "run" / "last.pt"))
+        files.parts_named_in(str(tmp_path / "run" / "last.pt"))
 
 
 @pytest.mark.parametrize("how", [None, *DAMAGES])

@@ -16,9 +16,9 @@ from ckpttool.errors import Unreadable, UsageFault
 from tests.ranks.programs import TINY
 from tests.support.running import ROOT
 from train import evaluate, main
-from train.config import command_line, flags, settings_file
-from train.config.shared import Every
-from train.config.training import TrainConfig
+from train.config import command_line, flags
+from train.config.flags import Every
+from train.config.sections import TrainConfig
 from train.launch import program as launch
 
 
@@ -482,7 +482,7 @@ def test_what_is_printed_shows_every_setting_and_comments_the_defaults(capsys):
     said = capsys.readouterr().out
     assert tomllib.loads(said) == {"lr": 0.5}
     fields = [field.name for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
-    for name in set(fields) - {*settings_file.SOURCES, "set_epoch", "lr"}:
+    for name in set(fields) - {*command_line.SOURCES, "set_epoch", "lr"}:
         assert f"\n# {name.replace('_', '-')}" in said
 
 
@@ -578,7 +578,7 @@ def test_a_disk_that_refuses_the_file_ends_no_run(here, monkeypatch, capsys):
     def refuse(*_: Any) -> Any:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("train.run.own_settings.replacing", refuse)
+    monkeypatch.setattr("train.run.folder.replacing", refuse)
     assert main.main([*TINY, "--out", "a"]) == 0
     why = "a/config.toml: could not be written: no space left on device"
     assert f"warning: {why}; training goes on\n" in capsys.readouterr().err

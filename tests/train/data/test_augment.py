@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ckpttool.errors import CheckFailed, UsageFault
 from tests.ranks import trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.augment import augmented
 from train.data.batches import Loader
 

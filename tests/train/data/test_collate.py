@@ -29,11 +29,11 @@ from ckpttool.distributed import nested
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from tests.ranks.runs import TEXTS, Masked, OfTexts, Ragged
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data import data_set
 from train.data.batches import batch_of, load
-from train.data.collate import Collation, digest_of, leaves
 from train.data.data_set import Data
+from train.data.samples import Collation, digest_of, leaves_of
 from train.tasks import builtin as tasks
 from train.trainer import preflight
 
@@ -320,10 +320,10 @@ def test_the_parts_of_any_batch_have_places():
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     own = types.SimpleNamespace(x=torch.ones(1), name="a")
     batch = Nested.collate([Ragged()[0], Ragged()[1]]), {"r": ragged}, own, None, object()
-    found = dict(leaves(batch))
+    found = dict(leaves_of(batch))
     assert {"[0].packed[0]", "[0].more['of'][0]", "[1]['r'][1]", "[2].x", "[2].name"} <= found.keys()
     assert (found["[3]"], found["[4]"]) == (None, "object")
-    sparse = dict(leaves(torch.eye(2).to_sparse_csr()))
+    sparse = dict(leaves_of(torch.eye(2).to_sparse_csr()))
     assert sparse[".values"].tolist() == [1.0, 1.0]
 
 
@@ -382,7 +382,7 @@ def test_samples_of_any_kind_have_a_digest_that_tells_them_apart(kind):
 def test_a_sample_that_holds_itself_has_a_digest():
     node = types.SimpleNamespace(value=torch.ones(1))
     node.children = [types.SimpleNamespace(parent=node)]
-    assert [place for place, _ in leaves(node)] == [".value", ".children[0].parent"]
+    assert [place for place, _ in leaves_of(node)] == [".value", ".children[0].parent"]
     assert digest_of(node) == digest_of(copy.deepcopy(node))
 
 
@@ -390,7 +390,7 @@ def test_what_samples_refer_to_again_and_again_is_followed_once():
     chain = types.SimpleNamespace(value=0)
     for _ in range(60):  # 2^60 ways lead to the end
         chain = types.SimpleNamespace(left=chain, right=chain)
-    assert len([*leaves(chain)]) == 61
+    assert len([*leaves_of(chain)]) == 61
     pair = (1, 2)
     assert digest_of([pair, pair]) == digest_of([(1, 2), tuple(range(1, 3))])
 

@@ -26,8 +26,7 @@ from ckpttool.errors import CkptToolError, Damaged, UsageFault
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA, start
 from train import main
-from train.config.shared import DataConfig
-from train.config.training import TrainConfig
+from train.config.sections import DataConfig, TrainConfig
 from train.data import batches as loading
 from train.data import builtin, data_set
 from train.data import data_set as data

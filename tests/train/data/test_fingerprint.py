@@ -18,11 +18,10 @@ from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train import evaluate, main
-from train.config.shared import DataConfig
-from train.config.training import TrainConfig
-from train.data import data_set, fingerprint
+from train.config.sections import DataConfig, TrainConfig
+from train.data import data_set
+from train.data import data_set as contents
 from train.data import data_set as data
-from train.data import fingerprint as contents
 
 OWN = """
 import os, random, numpy, torch
@@ -301,10 +300,10 @@ def compared(
 ) -> str:
     data = trainings.tensors((8,), SAMPLES, tests=SAMPLES)
     samples = made(kind, differs if rank == on else None)
-    contents: dict[str, Any] = fingerprint.Part(part, samples, "own.py:data").describe()
+    contents: dict[str, Any] = data_set.Part(part, samples, "own.py:data").describe()
     data = replace(data, contents=contents, **{"train" if part == "training" else "test": samples})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fingerprint, "SECONDS", seconds)
+        patch.setattr(data_set, "SECONDS", seconds)
         error = trainings.error_of(lambda: data_set.compare(data, "before training", workers=workers))
     return ": ".join(error or ())
 

@@ -23,17 +23,12 @@ from PIL import Image
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
 from tests.support.running import open_files
-from train.config.training import TrainConfig
-from train.data import data_set, patterns
+from train.config.sections import TrainConfig
+from train.data import data_set, formats
 from train.data.batches import Undamaged, batch_of, load
-from train.data.collate import Collation
-from train.data.lane import Position, Shard
-from train.data.packing import Packed
-from train.data.patterns import files_of
-from train.data.samples import IGNORED
-from train.data.stream import Stream
-from train.data.tar_shards import TarShards
-from train.data.tokens import OPEN, Tokens
+from train.data.formats import OPEN, TarShards, Tokens, files_of
+from train.data.samples import IGNORED, Collation
+from train.data.stream import Packed, Position, Shard, Stream
 
 
 def write(path: Path, tokens: object) -> str:
@@ -222,7 +217,7 @@ def test_braces_and_globs_name_files(tmp_path, monkeypatch):
         found("a-{00..02}.bin")
     with pytest.raises(UsageFault, match="no file matches"):
         found("c-*.bin")
-    monkeypatch.setattr(patterns, "MOST", 10)
+    monkeypatch.setattr(formats, "MOST", 10)
     with pytest.raises(UsageFault, match="more than 10 files"):
         found("{0..9}{0..999999999}*")
 

@@ -28,8 +28,8 @@ from ckpttool.errors import CheckFailed, UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.runs import contents
 from tests.support.run_log import entries_of
-from train.config.shared import Every
-from train.config.training import TrainConfig
+from train.config.flags import Every
+from train.config.sections import TrainConfig
 from train.data import data_set
 from train.data import stream as stream_module
 from train.data.batches import load

@@ -25,8 +25,8 @@ from tests.ranks.runs import different
 from train import main
 from train.checkpoint import format as checkpoints
 from train.config import command_line
-from train.config.shared import Every
-from train.config.training import TrainConfig
+from train.config.flags import Every
+from train.config.sections import TrainConfig
 from train.evaluate import EvaluateConfig
 from train.launch import same_settings
 

@@ -22,27 +22,26 @@ from tests.ranks import runs, trainings
 from tests.ranks.runs import contents
 from tests.support.run_log import entries_of, timeless
 from train import main
-from train.log import log_file, step_log
-from train.log.profiling import Profile
-from train.log.step_log import PHASES, StepLog
+from train.log import step_log
+from train.log.step_log import PHASES, Profile, StepLog
 
 
 def test_a_log_that_cant_be_written_is_an_error_that_names_it(tmp_path):
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(FileError, match=r"log\.jsonl: could not be written"):
-        log_file.append(str(tmp_path), {"epoch": 1})
+        step_log.append_entry(str(tmp_path), {"epoch": 1})
 
 
 def test_a_loss_of_nan_is_null_in_the_log(tmp_path):
     infinite = {"mse": float("inf"), "each": [1.0, float("nan")]}
-    log_file.append(str(tmp_path), {"epoch": 1, "loss": float("nan"), "metrics": infinite})
+    step_log.append_entry(str(tmp_path), {"epoch": 1, "loss": float("nan"), "metrics": infinite})
     (text,) = (tmp_path / "log.jsonl").read_text().splitlines()
     assert text == '{"epoch": 1, "loss": null, "metrics": {"mse": null, "each": [1.0, null]}}'
 
 
 def test_cutting_removes_later_epochs_and_a_line_cut_off_by_a_crash(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n{"epo')
-    log_file.cut(str(tmp_path), epoch=2, step=10)
+    step_log.cut_log(str(tmp_path), epoch=2, step=10)
     assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
 
 
@@ -56,19 +55,19 @@ LOG += [{"step": 6}, {"step": 8}, {"epoch": 2}, {"a": 1}]
 )
 def test_cutting_keeps_what_came_before_the_step_that_the_run_continues_from(tmp_path, epoch, step, kept):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in LOG))
-    log_file.cut(str(tmp_path), epoch=epoch, step=step)
+    step_log.cut_log(str(tmp_path), epoch=epoch, step=step)
     assert entries_of(tmp_path) == LOG[:kept]
 
 
 def test_a_whole_last_line_without_a_line_break_is_kept_apart_from_the_next_one(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 2}')
-    log_file.cut(str(tmp_path), epoch=0, step=2)
-    log_file.append(str(tmp_path), {"step": 4})
+    step_log.cut_log(str(tmp_path), epoch=0, step=2)
+    step_log.append_entry(str(tmp_path), {"step": 4})
     assert entries_of(tmp_path) == [{"step": 2}, {"step": 4}]
 
 
 def test_a_run_without_a_log_has_nothing_to_cut(tmp_path):
-    log_file.cut(str(tmp_path), epoch=1, step=1)
+    step_log.cut_log(str(tmp_path), epoch=1, step=1)
     assert list(tmp_path.iterdir()) == []
 
 

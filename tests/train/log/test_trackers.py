@@ -9,9 +9,9 @@ import json
 import os
 import random
 import resource
-import signal
 import sqlite3
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +23,9 @@ import pytest
 import torch
 
 from ckpttool.errors import CkptToolError, UsageFault
-from tests.ranks.programs import TINY
+from tests.ranks.programs import ROOT, TINY
 from train import main
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.log import trackers
 
 STEP = {"step": 2, "epochs": 0.5, "steps": 2, "loss": 1.5, "lr": 0.1, "grad_norm": None}
@@ -196,13 +196,12 @@ def test_trackio_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
 # ---- servers that are away, clients that hang ----------------------------------------------------------
 
 STUB = """
-import json, os, random, sys, time
+import json, os, sys, time
 folder = os.path.dirname(os.path.abspath(__file__))
 
 def init(**given):
-    random.random()
     if os.path.exists(folder + "/hangs"):
-        time.sleep(99)
+        time.sleep(30)
     if os.path.exists(folder + "/away"):
         raise ConnectionError("no route to host")
     note(init=given["name"])
@@ -212,9 +211,9 @@ def note(**entry):
         file.write(json.dumps(entry) + "\\n")
 
 def log(values, step):
-    print("a client that prints")
-    if step == 3 and os.path.exists(folder + "/crashes"):
-        os._exit(3)
+    if step == 3 and os.path.exists(folder + "/leaves"):
+        os.unlink(folder + "/leaves")
+        sys.exit(3)
     if os.path.exists(folder + "/away"):
         raise ConnectionError("no route to host")
     note(step=step, values=values)
@@ -226,13 +225,15 @@ def finish():
 
 
 @pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a client under the name trackio."""
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the folder of a client under the name trackio."""
     folder = tmp_path / "client"
     folder.mkdir()
     (folder / "trackio.py").write_text(STUB)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    yield folder
+    sys.modules.pop("trackio", None)
 
 
 def taken(folder: Path) -> list[dict[str, Any]]:
@@ -256,7 +257,7 @@ def test_what_a_server_that_is_away_does_not_take_it_gets_when_it_is_back(tmp_pa
         began = time.monotonic()
         sinks[1].write(STEP, 2)
         assert time.monotonic() - began < 0.5, "a step waits for no server"
-        until(lambda: hears(sinks[1], capfd))
+        until(lambda: hears(capfd))
         (stub / "away").unlink()
         sinks[1].write(EVALUATION, 3)
         until(lambda: len(taken(stub)) > 1)
@@ -264,9 +265,8 @@ def test_what_a_server_that_is_away_does_not_take_it_gets_when_it_is_back(tmp_pa
     assert taken(stub) == [{"init": tmp_path.name}, *SENT, {"finished": True}]
 
 
-def hears(sink: Any, capfd: Any) -> bool:
+def hears(capfd: Any) -> bool:
     """Return whether the run has said, once, that the server is away."""
-    sink.process._hear()
     said = capfd.readouterr().err
     assert said.count("\n") <= 1
     why = "ConnectionError: no route to host; training goes on, and it is tried again"
@@ -292,27 +292,41 @@ def test_a_run_that_is_told_to_end_ends_in_time_though_its_tracker_does_not(tmp_
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_client_that_dies_ends_no_run(tmp_path, stub, capfd):
-    (stub / "crashes").touch()
-    with trackers.opened(STUBBED, str(tmp_path), 0) as sinks:
-        for entry, at in ((STEP, 2), (EVALUATION, 3)):
-            sinks[1].write(entry, at)
-        sinks[1].process._process.wait(timeout=60)
-        sinks[1].write(EPOCH, 4)
-    assert capfd.readouterr().err.count("its process has ended; log.jsonl has what it did not get") == 1
+def test_a_client_that_raises_systemexit_ends_no_run(tmp_path, stub, capfd):
+    (stub / "leaves").touch()
+    write(tmp_path, STUBBED)
+    assert taken(stub) == [{"init": tmp_path.name}, *SENT, {"finished": True}]
+    said = [line.removeprefix("warning: --tracker trackio: ") for line in capfd.readouterr().err.splitlines()]
+    assert said == ["SystemExit: 3; training goes on, and it is tried again", "answers again"]
 
 
-def test_a_client_that_reads_nothing_costs_no_step_and_no_memory(tmp_path, stub, capfd, monkeypatch):
+def test_a_client_that_hangs_costs_no_step_and_no_memory(tmp_path, stub, capfd, monkeypatch):
+    (stub / "hangs").touch()
     monkeypatch.setattr(trackers, "MOST", 50)
     config = TrainConfig(tracker=("trackio",), grace=3.0)
     with trackers.opened(config, str(tmp_path), 0, lambda: True) as sinks:
-        process = sinks[1].process
-        os.kill(process._process.pid, signal.SIGSTOP)
         began = time.monotonic()
         for step in range(3000):
             sinks[1].write({"step": step, "loss": 0.5, "lr": 0.1}, step)
-        assert time.monotonic() - began < 10 and len(process._waiting) == 50
+        assert time.monotonic() - began < 10 and sinks[1]._entries.qsize() == 50
     assert "entries were left out; log.jsonl has them" in capfd.readouterr().err
+
+
+HANGING = """
+from train.config.sections import TrainConfig
+from train.log import trackers
+with trackers.opened(TrainConfig(tracker=("trackio",), grace=3.0), {folder!r}, 0, lambda: True) as sinks:
+    sinks[1].write({{"step": 1, "loss": 0.5}}, 1)
+"""
+
+
+def test_a_program_whose_client_hangs_ends_within_the_limit(tmp_path, stub):
+    (stub / "hangs").touch()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(stub), str(ROOT)])}
+    began = time.monotonic()
+    program = [sys.executable, "-c", HANGING.format(folder=str(tmp_path))]
+    subprocess.run(program, env=env, check=True, timeout=25, stderr=subprocess.DEVNULL)
+    assert time.monotonic() - began < 25, "the client would hang for 30 s"
 
 
 # ---- missing packages ----------------------------------------------------------------------------------

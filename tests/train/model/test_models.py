@@ -17,7 +17,7 @@ from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.model import builtin as models
 from train.model import wrapping
 from train.model.builtin import resnet20, simple_cnn

@@ -15,8 +15,9 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from train.checkpoint import format as checkpoints
 from train.config import command_line
-from train.config.training import Every, TrainConfig
-from train.model import groups, optimizer_state, schedule
+from train.config.flags import Every
+from train.config.sections import TrainConfig
+from train.model import groups, updater
 from train.model import optimizer as optimizers
 from train.model.groups import groups_of, layers_of
 
@@ -175,7 +176,7 @@ RATES = {
 def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course):
     optimizer = optimizers.build_optimizer(config(lr=2.0), Net())
     chosen = TrainConfig(scheduler=course, warmup=Every(2, "steps"), epochs=2)
-    scheduler = schedule.build_scheduler(chosen, optimizer, 6)
+    scheduler = updater.build_scheduler(chosen, optimizer, 6)
     met = []
     for _ in range(6):
         met.append([group["lr"] / 2 for group in optimizer.param_groups])
@@ -209,9 +210,9 @@ def divided(rank: int, size: int, name: str, first: int, last: int, saved: bytes
     if saved:
         state = torch.load(io.BytesIO(saved), weights_only=True)
         model.load_state_dict(state["model"])
-        optimizer_state.restore(optimizer, state["optimizer"])
+        groups.restore_state(optimizer, state["optimizer"])
     take_steps(optimizer, model, first, last)
-    whole = optimizer_state.consolidated(optimizer)
+    whole = groups.consolidated(optimizer)
     if rank and zero:
         assert whole["state"] == {}
     held = len(optimizer.optim.state) if zero else len(optimizer.state)
@@ -238,8 +239,8 @@ def more_ranks_than_parameters(rank: int, size: int) -> Any:
     model = nn.Linear(2, 1, bias=False)
     optimizer = optimizers.build_optimizer(config(optimizer="adamw", zero=True), model)
     take_steps(optimizer, model, 0, 2)
-    whole = optimizer_state.consolidated(optimizer)
-    optimizer_state.restore(optimizer, collectives.broadcast(lambda: whole))
+    whole = groups.consolidated(optimizer)
+    groups.restore_state(optimizer, collectives.broadcast(lambda: whole))
     take_steps(optimizer, model, 2, 3)
     return len(optimizer.optim.state), len(whole["state"]), whole["param_groups"][0]["param_names"]
 
@@ -289,7 +290,7 @@ def test_muon_goes_on_from_its_state_with_another_rate():
     one_step(straight, first, TOKENS)
     resumed.load_state_dict(straight.state_dict())
     second = optimizers.build_optimizer(settings, resumed)
-    optimizer_state.restore(second, copy.deepcopy(first.state_dict()))
+    groups.restore_state(second, copy.deepcopy(first.state_dict()))
     for optimizer in (first, second):
         for group in optimizer.param_groups:
             group["lr"] = 0.5
@@ -503,7 +504,7 @@ def test_the_flags_of_groups_are_written_as_they_were_read():
 
 def factors(steps: int = 10, **settings: Any) -> list[float]:
     config = TrainConfig(**{"lr": 1.0, "epochs": 1, **settings})
-    rate = schedule.rate_of(config, steps, steps)
+    rate = updater.rate_of(config, steps, steps)
     return [rate(step) for step in range(steps)]
 
 
@@ -514,7 +515,7 @@ def test_a_minimum_is_where_the_schedule_ends_and_the_warm_up_still_begins_at_ze
     assert raised[:2] == plain[:2] == [0.5, 1.0]
     assert raised[2:] == [pytest.approx(0.1 + 0.9 * factor) for factor in plain[2:]]
     config = TrainConfig(lr=2.0, min_lr=0.5, scheduler="linear")
-    assert schedule.rate_of(config, 10, 10)(10) == 0.25
+    assert updater.rate_of(config, 10, 10)(10) == 0.25
 
 
 def test_wsd_warms_up_stays_and_decays():
@@ -581,11 +582,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_schedule_is_refused(own, name):
     with pytest.raises(UsageFault, match=re.escape(WRONG[name])):
-        schedule.check(TrainConfig(scheduler=f"{own}:{name}", epochs=1), 10)
+        updater.check_schedule(TrainConfig(scheduler=f"{own}:{name}", epochs=1), 10)
 
 
 def test_parts_that_are_longer_than_the_training_are_refused():
     parts = {"warmup": Every(3, "steps"), "cooldown": Every(8, "steps")}
     with pytest.raises(UsageFault, match="--cooldown 8steps: is 8 steps, and the warm-up 3"):
-        schedule.check(TrainConfig(scheduler="wsd", epochs=1, **parts), 10)
-    schedule.check(TrainConfig(scheduler="wsd", epochs=1, **parts), 11)
+        updater.check_schedule(TrainConfig(scheduler="wsd", epochs=1, **parts), 10)
+    updater.check_schedule(TrainConfig(scheduler="wsd", epochs=1, **parts), 11)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ckpttool.errors import UsageFault
-from train.config.training import TrainConfig
-from train.data.collate import digest_of
+from train.config.sections import TrainConfig
+from train.data.samples import digest_of
+from train.model import groups
 from train.model import optimizer as optimizers
-from train.model import optimizer_state
 from train.model.updater import Updater
 
 OWN = """
@@ -259,7 +259,7 @@ def test_a_state_of_another_dtype_than_its_parameter_is_restored_as_it_was(own, 
     other.load_state_dict(one.state_dict())
     torch.save(first.state_dict(), file := io.BytesIO())
     file.seek(0)
-    optimizer_state.restore(second, torch.load(file, weights_only=True))
+    groups.restore_state(second, torch.load(file, weights_only=True))
     assert digest_of(first.state_dict()) == digest_of(second.state_dict())
     for net, optimizer in ((one, first), (other, second)):
         one_step(net, optimizer)

@@ -12,8 +12,8 @@ from torch import nn
 from ckpttool.errors import UsageFault
 from tests.ranks import runs
 from train.config import command_line
-from train.config.training import TrainConfig
-from train.model import sharding
+from train.config.sections import TrainConfig
+from train.model import wrapping
 from train.model.builtin import resnet20
 
 
@@ -51,10 +51,10 @@ class Tied(nn.Module):
 def test_the_units_are_the_blocks_or_the_modules_of_the_named_classes(make, classes, expected):
     if expected is None:
         with pytest.raises(UsageFault, match="has no module of this class") as fault:
-            sharding.units(config(shard_blocks=classes), make())
+            wrapping.units(config(shard_blocks=classes), make())
         assert fault.value.hint == "one of Block, Conv2d, GroupNorm, Linear, Sequential"
         return
-    found = sharding.units(config(shard_blocks=classes), make())
+    found = wrapping.units(config(shard_blocks=classes), make())
     assert (len(found) if isinstance(expected, int) else found) == expected
 
 
@@ -62,12 +62,12 @@ def test_a_named_block_that_shares_a_parameter_is_refused_by_the_parameters_name
     with pytest.raises(
         UsageFault, match=r"Sequential: 'blocks\.0' shares blocks\.0\.0\.weight with a module"
     ):
-        sharding.units(config(shard_blocks=("Sequential",)), Tied())
+        wrapping.units(config(shard_blocks=("Sequential",)), Tied())
 
 
 def test_a_container_without_a_forward_is_no_unit():
     with pytest.raises(UsageFault, match="ModuleList: 'blocks' has no forward"):
-        sharding.units(config(shard_blocks=("ModuleList",)), Tied())
+        wrapping.units(config(shard_blocks=("ModuleList",)), Tied())
 
 
 # ---- models and optimizers ------------------------------------------------------------------------------
@@ -90,32 +90,32 @@ INDIVISIBLE = {
 @pytest.mark.parametrize("reason", INDIVISIBLE)
 def test_a_parameter_that_cannot_be_divided_is_named(reason):
     with pytest.raises(UsageFault, match=reason):
-        sharding.check(config(), having(INDIVISIBLE[reason]))
-    sharding.check(TrainConfig(), having(INDIVISIBLE[reason]))
+        wrapping.check_sharding(config(), having(INDIVISIBLE[reason]))
+    wrapping.check_sharding(TrainConfig(), having(INDIVISIBLE[reason]))
 
 
 def test_units_of_several_dtypes_are_fine_if_each_has_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1).bfloat16())
     with pytest.raises(UsageFault, match=r"0\.weight is float32 and 1\.weight bfloat16"):
-        sharding.check(config(), model)
-    sharding.check(config(shard_blocks=("Conv1d",)), model)
+        wrapping.check_sharding(config(), model)
+    wrapping.check_sharding(config(shard_blocks=("Conv1d",)), model)
 
 
 def test_a_frozen_parameter_may_have_any_dtype_as_it_has_no_gradient():
     model = having(torch.ones(2, dtype=torch.bfloat16))
     model.odd.requires_grad_(False)
-    sharding.check(config(), model)
+    wrapping.check_sharding(config(), model)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "Rprop"])
 def test_an_optimizer_that_needs_whole_matrices_is_refused(name):
     with pytest.raises(UsageFault, match=f"--shard and --optimizer {name}: it needs whole matrices"):
-        sharding.check(config(optimizer=name), resnet20())
+        wrapping.check_sharding(config(optimizer=name), resnet20())
 
 
 def test_batchnorm_keeps_float32_statistics_and_is_refused_in_bfloat16():
     with pytest.raises(UsageFault, match="--shard-dtype bf16: 'bn1' of simple-cnn is a BatchNorm2d"):
-        sharding.check(config(shard_dtype="bf16"), resnet20())
+        wrapping.check_sharding(config(shard_dtype="bf16"), resnet20())
 
 
 @dataclasses.dataclass
@@ -126,10 +126,10 @@ class Own:
 def test_outputs_in_which_fsdp_finds_no_tensor_are_refused():
     tensor = torch.ones(2, requires_grad=True)
     with pytest.raises(UsageFault, match="returns a Own, in which FSDP2 finds no tensor"):
-        sharding.check_outputs(config(), Own(tensor))
+        wrapping.check_outputs(config(), Own(tensor))
     for outputs in (tensor, {"logits": tensor, "n": 1}, (None, [tensor])):
-        sharding.check_outputs(config(), outputs)
-    sharding.check_outputs(TrainConfig(), Own(tensor))
+        wrapping.check_outputs(config(), outputs)
+    wrapping.check_outputs(TrainConfig(), Own(tensor))
 
 
 # ---- flags ----------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckpttool.errors import CheckFailed, UsageFault
-from train.model import precision
-from train.model.precision import Precision
-from train.model.updater import Ema
+from train.model import updater
+from train.model.updater import Ema, Precision
 
 
 class Net(nn.Module):
@@ -188,11 +187,11 @@ def start(kind: str) -> tuple[Precision, Any, nn.Parameter]:
 
 def test_fp16_is_refused_on_a_cpu_and_nothing_else_is():
     with pytest.raises(UsageFault, match="--amp fp16: works only on a GPU") as caught:
-        precision.check("fp16", CPU, nn.Linear(1, 1))
+        updater.check_precision("fp16", CPU, nn.Linear(1, 1))
     assert caught.value.hint == "give --amp bf16, or leave it out"
-    precision.check("bf16", CPU, nn.Linear(1, 1))
-    precision.check("none", CPU, nn.Linear(1, 1).half())
-    precision.check("fp16", torch.device("cuda"), nn.Linear(1, 1))
+    updater.check_precision("bf16", CPU, nn.Linear(1, 1))
+    updater.check_precision("none", CPU, nn.Linear(1, 1).half())
+    updater.check_precision("fp16", torch.device("cuda"), nn.Linear(1, 1))
 
 
 UNSCALED = {torch.complex64: "give --amp bf16", torch.float16: "keep the model's weights"}
@@ -202,9 +201,9 @@ UNSCALED = {torch.complex64: "give --amp bf16", torch.float16: "keep the model's
 def test_fp16_is_refused_for_weights_whose_gradients_can_not_be_scaled(dtype):
     model = nn.Linear(1, 1).to(dtype)
     with pytest.raises(UsageFault, match="parameter weight is") as caught:
-        precision.check("fp16", torch.device("cuda"), model)
+        updater.check_precision("fp16", torch.device("cuda"), model)
     assert str(caught.value.hint).startswith(UNSCALED[dtype])
-    precision.check("fp16", torch.device("cuda"), model.requires_grad_(False))
+    updater.check_precision("fp16", torch.device("cuda"), model.requires_grad_(False))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16)])

@@ -29,10 +29,10 @@ from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, own_model, start
 from train import main
 from train.config import command_line
-from train.config.shared import Every
-from train.config.training import TrainConfig
+from train.config.flags import Every
+from train.config.sections import TrainConfig
 from train.launch import program as launch
-from train.model.schedule import total_steps
+from train.model.updater import total_steps
 from train.run import report
 from train.run.run import Due, Job, Limits
 from train.trainer.progress import Progress

@@ -27,9 +27,9 @@ from tests.ranks.forked import Program
 from tests.ranks.mortal import noted
 from tests.ranks.programs import ROOT, TORCHRUN, environment, own_model, start
 from tests.support.run_log import entries_of, timeless
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.main import train
-from train.run import agreement
+from train.run import run
 from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.trainer.progress import Scorer
@@ -264,7 +264,7 @@ def told(
         how: when: ("update", steps done before) or ("evaluate", batches scored before).
         settings: of the run; `signal` is the signal, and `long` the seconds of a long step.
     """
-    number, long = settings.pop("signal", signal.SIGTERM), settings.pop("long", agreement.LONG)
+    number, long = settings.pop("signal", signal.SIGTERM), settings.pop("long", run.LONG)
     usual = {"epochs": 2, "batch_size": runs.BATCH, "lr": 0.05, "timeout": 20.0, "eval_batch": 2, **SELDOM}
     config = TrainConfig(**{"out": folder, **usual, **settings})
     data, model = trainings.tensors(runs.SHAPE, runs.SAMPLES), trainings.seeded(runs.restless)
@@ -281,8 +281,8 @@ def told(
             return usual_way(*given)
 
         patch.setattr(owner, name, struck)
-        patch.setattr(agreement, "SPACING", 0.0)  # these steps take milliseconds
-        patch.setattr(agreement, "LONG", long)
+        patch.setattr(run, "SPACING", 0.0)  # these steps take milliseconds
+        patch.setattr(run, "LONG", long)
         job = Job(config, trainings.place(rank, size), data, model, tasks.build(config, data), [])
         with contextlib.redirect_stdout(None):
             return train(job)

@@ -32,15 +32,13 @@ from tests.support.run_log import entries_of, epochs_of
 from tests.support.running import ROOT
 from train import console
 from train.config import command_line
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data import data_set
-from train.log import speed
-from train.log.speed import Work
+from train.log import step_log
+from train.log.step_log import Work
 from train.main import main
-from train.run import header, preview
-from train.run.bar import Bar, Clock, in_hours
-from train.run.header import describe
-from train.run.score_table import BEST, Column, ScoreTable
+from train.run import preview, report
+from train.run.report import BEST_MARK, Bar, Clock, Column, ScoreTable, describe, in_hours
 from train.trainer.trainer import Trainer
 
 
@@ -275,7 +273,7 @@ def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path,
 
 def test_a_recipe_is_broken_between_its_parts():
     config = TrainConfig(amp="bf16", clip_norm=1.0, ema=0.999, augment="crop-flip", mixup=0.2, seed=123)
-    text = f"train   {header.in_lines(header.recipe(config))}"
+    text = f"train   {report.in_lines(report.recipe(config))}"
     first = "train   10 epochs, sgd lr 0.1, cosine, amp bf16, clip-norm 1.0, ema 0.999,"
     assert text == f"{first}\n        augment crop-flip, mixup 0.2, seed 123"
 
@@ -353,8 +351,8 @@ def test_columns_give_way_to_the_width_and_are_named(width, hidden):
     table = ScoreTable(7, None, width)
     line = table.line("3/10", CELLS, best=True)
     assert table.hidden == hidden
-    assert len(line) <= width and line.endswith(BEST)
-    assert len(table.heading()) == len(line) - len(BEST)
+    assert len(line) <= width and line.endswith(BEST_MARK)
+    assert len(table.heading()) == len(line) - len(BEST_MARK)
     assert line.split() == [
         "3/10",
         *(text for column, text in zip(Column, TEXTS, strict=True) if column.value[0] not in hidden),
@@ -429,10 +427,10 @@ def test_the_log_has_the_seconds_of_each_epochs_training_and_evaluations(run_ran
 
 def test_the_operations_of_a_pass_are_those_that_paper_and_pencil_give():
     model, inputs = nn.Linear(30, 20, bias=False), torch.rand(5, 30, requires_grad=True)
-    flops = speed.flops_of(lambda: model(inputs).sum().backward())
+    flops = step_log.flops_of(lambda: model(inputs).sum().backward())
     assert flops == 3 * 2 * 5 * 30 * 20  # forward, and the gradients of weights and of inputs
-    assert speed.flops_of(lambda: torch.ones(3).sum()) is None
-    assert speed.flops_of(lambda: 1 / 0) is None
+    assert step_log.flops_of(lambda: torch.ones(3).sum()) is None
+    assert step_log.flops_of(lambda: 1 / 0) is None
 
 
 def test_rates_are_of_all_ranks_and_left_out_where_they_are_not_known():
@@ -452,14 +450,14 @@ def test_rates_are_of_all_ranks_and_left_out_where_they_are_not_known():
 def test_the_peak_of_a_gpu_is_known_by_its_name(monkeypatch, name, amp, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     expected = None if peak is None else 4 * peak
-    assert speed.peak_of(torch.device("cuda", 0), amp, 4) == expected
-    assert speed.peak_of(torch.device("cpu"), amp, 4) is None
+    assert step_log.peak_of(torch.device("cuda", 0), amp, 4) == expected
+    assert step_log.peak_of(torch.device("cpu"), amp, 4) is None
 
 
 def test_the_log_says_how_much_is_computed_in_a_second_and_the_memory(run_ranks, tmp_path):
     run_ranks(2, runs.run, runs.steady, str(tmp_path), {"log_every": 2})
     model, (image, _) = runs.steady(), (torch.rand(1, *runs.SHAPE), 0)
-    of_sample = speed.flops_of(lambda: F.cross_entropy(model(image), torch.zeros(1).long()).backward())
+    of_sample = step_log.flops_of(lambda: F.cross_entropy(model(image), torch.zeros(1).long()).backward())
     assert of_sample
     for entry in (entry for entry in entries_of(tmp_path) if "grad_norm" in entry):
         assert entry["flops_per_second"] == pytest.approx(of_sample * entry["samples_per_second"], rel=1e-3)

@@ -238,7 +238,7 @@ def samples(original: Path) -> Iterator[torch.Tensor]:
 def test_an_exchanged_sample_is_found_and_placed(cli, original, samples, forked_replays):
     """Sample 10 is none of those that are compared before training."""
     from ckpttool.distributed.plan import Plan
-    from train.data.fingerprint import places
+    from train.data.data_set import places
 
     assert 10 not in places(22)
     step = next(n for n, batch in enumerate(Plan(22, 6).batches(0), 1) if 10 in batch)

@@ -16,8 +16,8 @@ from tests.ranks.runs import contents
 from tests.support.run_log import entries_of, epochs_of
 from tests.support.running import SHARED
 from train import main
-from train.checkpoint import init_from
-from train.config.shared import Every
+from train.checkpoint import resume
+from train.config.flags import Every
 from train.model import builtin as models
 
 SAMPLES, BATCH, STEPS, EPOCHS = 22, 6, 4, 2
@@ -37,7 +37,7 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> st
     data = trainings.tensors(runs.SHAPE, SAMPLES)
     model = trainings.seeded(wide if settings.get("model") == "wide" else runs.restless)
     init = settings.get("init")
-    remarks = init_from.load(model, init) if init else ()
+    remarks = resume.load_weights(model, init) if init else ()
     return runs.outcome(rank, world_size, data, model, settings, remarks=remarks)
 
 

@@ -23,9 +23,9 @@ from ckpttool.metrics.base import measures
 from tests.ranks import trainings
 from tests.support.run_log import epochs_of
 from train import evaluate, main
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.tasks import builtin as tasks
-from train.tasks.task import Task, UserTask
+from train.tasks.builtin import Task, UserTask
 
 CLASSES = trainings.tensors((10,), 6)
 SCORES = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from tests.ranks import runs, trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import IGNORED
 from train.tasks import builtin as tasks
-from train.tasks.task import Task
+from train.tasks.builtin import Task
 
 SETTINGS: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
 SAMPLES, BATCH, EPOCHS = 13, 5, 2

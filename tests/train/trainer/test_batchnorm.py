@@ -13,7 +13,7 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from tests.ranks.trainings import state
-from train.checkpoint import init_from
+from train.checkpoint import resume
 from train.checkpoint.format import capture, restore
 from train.config import command_line
 from train.main import steps_of_epoch
@@ -374,7 +374,7 @@ def test_init_leaves_what_the_user_froze_frozen(tmp_path, missing):
     saved[1].running_mean.fill_(0.75)
     values = {name: value for name, value in saved.state_dict().items() if not missing or name[0] != "6"}
     torch.save(values, tmp_path / "a.pt")
-    init_from.load(net, str(tmp_path / "a.pt"), missing)
+    resume.load_weights(net, str(tmp_path / "a.pt"), missing)
     assert [layer.training for layer in net] == [True, False, False, True, True, True, True]
     assert (net[1].running_mean == 0.75).all()
 

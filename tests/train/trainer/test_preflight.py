@@ -14,7 +14,7 @@ from ckpttool.distributed import randomness
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
-from train.config.training import TrainConfig
+from train.config.sections import TrainConfig
 from train.data.data_set import Data
 from train.tasks import builtin as tasks
 

@@ -21,12 +21,11 @@ from tests.ranks import runs, trainings
 from tests.support.run_log import entries_of, epochs_of
 from train import evaluate, main
 from train.checkpoint import files
-from train.config.shared import OWN, Every
+from train.config.flags import Every
+from train.config.sections import OWN
 from train.data.data_set import Data
-from train.tasks.builtin import Classification, Regression
-from train.tasks.task import Task
-from train.trainer.progress import Progress
-from train.trainer.selection import Selection, selection
+from train.tasks.builtin import Classification, Regression, Task
+from train.trainer.progress import Progress, Selection, selection
 
 CLASSES = Classification(trainings.tensors((3, 8, 8), 10))
 

@@ -15,8 +15,8 @@ from ckpttool.distributed import divided
 from ckpttool.errors import CkptToolError
 from tests.ranks import runs, trainings
 from train.config import command_line
-from train.model import sharding
-from train.model.precision import Precision
+from train.model import wrapping
+from train.model.updater import Precision
 
 SETTINGS: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -142,7 +142,7 @@ def whole_after_steps(rank: int, size: int, name: str, shard: bool) -> Any:
 
 
 @pytest.mark.covered(lambda name: name not in ("adam", "rmsprop"))
-@pytest.mark.parametrize("name", sorted(sharding.OPTIMIZERS))
+@pytest.mark.parametrize("name", sorted(wrapping.OPTIMIZERS))
 def test_every_optimizer_that_is_taken_updates_parts_as_wholes(run_ranks, name):
     ours, entries = run_ranks(2, whole_after_steps, name, True)[0]
     theirs, expected = run_ranks(1, whole_after_steps, name, False)[0]

@@ -16,7 +16,7 @@ from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
 from train.config import command_line
-from train.trainer import virtual_ranks
+from train.trainer import shares
 
 FOUR = {"virtual_ranks": 4}
 STATES = ("model", "optimizer", "ema", "scheduler", "scaler")
@@ -109,20 +109,20 @@ def test_a_resume_with_other_virtual_ranks_is_another_training(run_ranks, tmp_pa
 
 def sum_of_rows(rank: int, world_size: int) -> list[torch.Tensor]:
     """Return the sums of gradients that eight virtual ranks draw, gathered in pieces of seven numbers."""
-    whole, virtual_ranks.PIECE = virtual_ranks.PIECE, 7
+    whole, shares.PIECE = shares.PIECE, 7
     parameters = [
         nn.Parameter(torch.zeros(shape, dtype=dtype))
         for shape, dtype in (((3, 5), torch.float32), ((), torch.float32), ((9,), torch.complex64))
     ]
     each = 8 // world_size
-    gradients = virtual_ranks.OrderedSum(parameters, each)
+    gradients = shares.OrderedSum(parameters, each)
     for row in range(each):
         torch.manual_seed(rank * each + row)
         for one in parameters:
             one.grad = torch.randn(one.shape, dtype=one.dtype)
         gradients.take(row)
     gradients.sum_over_ranks()
-    virtual_ranks.PIECE = whole
+    shares.PIECE = whole
     return [one.grad for one in parameters if one.grad is not None]
 
 

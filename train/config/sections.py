@@ -1,0 +1,580 @@
+"""Every setting once, in sections, with its default, its help and how its flag is read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.distributed.group import started_by_launcher
+from ckpttool.errors import UsageFault
+from train.config.flags import (
+    Every,
+    count,
+    duration,
+    every,
+    flag,
+    integers,
+    integers_or_auto,
+    mesh,
+    number,
+    numbers,
+    real,
+    span,
+)
+
+OWN = ""  # the name of --data's own test set, beside those of --also-test
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data, how its images become numbers, and what the outputs are compared with."""
+
+    data: str = flag(
+        "digits",
+        "data DATA: digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and "
+        "PATH/test/..., or one level of classes), fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME, or "
+        "file.py:factory, which returns (train, test), or train alone",
+    )
+    test_data: str | None = flag(
+        None,
+        "data DATA: where the test samples are, if elsewhere: its test samples, or else all it has",
+    )
+    block_size: int | None = count(
+        None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"
+    )
+    shuffle_window: int | None = count(
+        None, "data: shuffle a stream within so many samples that follow each other (hf:NAME 1000, others 1)"
+    )
+    skip_damaged: bool = flag(False, "data: leave out samples that can't be read, and count them")
+    data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
+    download: bool = flag(False, "data: download cifar10 or mnist if it is missing")
+    mean: tuple[float, ...] | None = flag(
+        None,
+        "data M,M,M: subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
+        type=numbers,
+    )
+    std: tuple[float, ...] | None = flag(
+        None, "data S,S,S: each channel is then divided by it (0.229,0.224,0.225)", type=numbers
+    )
+    resize: int | None = count(None, "data: resize a folder's images to N by N")
+    task: str = flag(
+        "classification",
+        "task TASK: what the outputs are compared with, and how they are scored: classification (the "
+        "default), regression, language-model, model-loss (the model returns its mean loss), or "
+        "file.py:factory",
+    )
+    eval_batch: int = count(128, "task: test samples in one forward pass (128)")
+    also_test: tuple[str, ...] = flag(
+        (),
+        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
+        action="append",
+    )
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """How the ranks start and wait for each other."""
+
+    workers: int = count(0, "ranks: processes that load data, per rank (0: the rank itself)", least=0)
+    backend: str = flag(
+        "auto", "ranks {auto,gloo,nccl}: auto: nccl if each rank has a GPU, otherwise gloo on the CPU"
+    )
+    mixed_torch: bool = flag(False, "ranks: let ranks run different minor versions of torch")
+    timeout: float = real(600.0, "ranks SECONDS: how long a rank waits for the others (600)", above=0)
+    hang_timeout: float = real(
+        300.0,
+        "ranks SECONDS: end the run, naming the rank, when others wait for one that does nothing for so "
+        "long; 0: no (300)",
+        least=0,
+    )
+    join_timeout: float = real(
+        60.0,
+        "ranks SECONDS: how long a rank waits for the others to come, at the start (60, or as long as it "
+        "took itself)",
+        above=0,
+    )
+    spawn: int | None = count(None, "ranks: start N ranks on this machine, without torchrun")
+
+
+def check_shared(config: Any) -> None:
+    """Refuse what is wrong with the settings above, whatever the data."""
+    if config.spawn and started_by_launcher():
+        hint = "leave out --spawn"
+        raise UsageFault("--spawn starts ranks, but torchrun already started this one", hint=hint)
+    if config.std and not all(value > 0 for value in config.std):
+        raise UsageFault(f"--std {','.join(f'{value:g}' for value in config.std)}: must be above 0")
+    if config.resize and not config.data.startswith(("folder:", "wds:", "hf:")):
+        raise UsageFault("--resize: needs --data folder:PATH, wds:PATTERN or hf:NAME", hint="leave it out")
+
+
+# ---- the optimizer -----------------------------------------------------------------------------------
+
+
+# The defaults of each optimizer; those of another one of torch.optim are at the end.
+OPTIMIZERS: dict[str, dict[str, float]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+    "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-1},
+}
+OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
+
+COURSES = ("none", "cosine", "linear", "step", "wsd", "onecycle")
+NO_WARMUP = Every(0, "epochs")
+
+# Settings of these that a resumed run may change if --change names them.
+CHANGEABLE_OF_OPTIMIZER = {
+    *("lr", "momentum", "betas", "eps", "nesterov", "weight_decay", "lr_scale", "layer_decay", "clip_norm"),
+    *("scheduler", "warmup", "min_lr", "cooldown"),
+}
+
+
+def pattern(text: str) -> str:
+    """Read a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+    return text
+
+
+def scale(text: str) -> str:
+    """Read `REGEX=0.1`."""
+    name, equals, factor = text.rpartition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=NUMBER")
+    pattern(name)
+    number(above=0)(factor)
+    return text
+
+
+def scale_in(text: str) -> tuple[str, float]:
+    """Return the expression and the factor of a `--lr-scale`."""
+    name, _, factor = text.rpartition("=")
+    return name, float(factor)
+
+
+def fractions(text: str) -> tuple[float, ...]:
+    """Read numbers from 0 to below 1, with commas between them."""
+    return tuple(map(number(least=0, below=1), text.split(",")))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How gradients change the weights."""
+
+    optimizer: str = flag(
+        "sgd",
+        "optimizer NAME: sgd (the default), adam, adamw, muon (with adamw for the rest), another class of "
+        "torch.optim, or file.py:factory, which gets what it takes of params, model, lr and the flags below",
+    )
+    lr: float | None = real(
+        OPTIMIZERS["sgd"]["lr"], "optimizer: learning rate (sgd 0.1, others 0.001)", above=0
+    )
+    momentum: float | None = real(
+        OPTIMIZERS["sgd"]["momentum"], "optimizer: sgd 0.9, muon 0.95", least=0, below=1
+    )
+    nesterov: bool = flag(False, "optimizer: momentum that looks ahead, of sgd; muon has it always")
+    betas: tuple[float, ...] | None = flag(
+        None, "optimizer X,X: decay of the averages of adam and its family (0.9,0.999)", type=fractions
+    )
+    eps: float | None = real(None, "optimizer: added to what adam and others divide by (1e-8)", above=0)
+    fused: str = flag(
+        "off",
+        "optimizer {auto,on,off}: take the step in one kernel: auto: where all parameters are on a GPU and "
+        "the optimizer has one (off)",
+    )
+    weight_decay: float | None = real(
+        OPTIMIZERS["sgd"]["weight_decay"], "optimizer: sgd 0.0001, adamw 0.01, muon 0.1, others 0", least=0
+    )
+    decay_norms: bool = flag(False, "optimizer: let normalisation layers and biases decay too")
+    no_decay: tuple[str, ...] = flag(
+        (),
+        "optimizer REGEX: let parameters in whose name this is found not decay; may be repeated",
+        type=pattern,
+        action="append",
+    )
+    lr_scale: tuple[str, ...] = flag(
+        (),
+        "optimizer REGEX=X: multiply the learning rate of parameters in whose name REGEX is found; may be "
+        "repeated, the first that is found counts",
+        type=scale,
+        action="append",
+    )
+    layer_decay: float | None = real(
+        None,
+        "optimizer: multiply the learning rate by X for each layer below the last; layers are the blocks "
+        "that --grad-checkpoint takes, and what lies before and after them",
+        above=0,
+        below=1,
+    )
+    muon_for: tuple[str, ...] = flag(
+        (),
+        "optimizer REGEX: with --optimizer muon: the matrices that it takes, by name (those inside: no "
+        "embedding, and not the last); may be repeated",
+        type=pattern,
+        action="append",
+    )
+    clip_norm: float | None = real(
+        None, "optimizer: scale the gradient down to this norm if it is longer", above=0
+    )
+    ema: float | None = real(
+        None,
+        "optimizer: keep an exponential average of the weights with this decay, and score it",
+        above=0,
+        below=1,
+    )
+    zero: bool = flag(False, "optimizer: divide the optimizer's state among the ranks (ZeRO-1)")
+    scheduler: str = flag(
+        "cosine",
+        "optimizer SCHEDULE: learning rate schedule: cosine (the default), linear, none; step, which divides "
+        "it by ten after half and after three quarters of the steps; wsd: stable, then --cooldown; onecycle: "
+        "up from a 25th and down to nearly 0; or file.py:factory, which returns a function of the step, "
+        "the factor of the learning rate",
+    )
+    warmup: Every = flag(
+        NO_WARMUP,
+        "optimizer N[steps|epochs]: raise the learning rate from zero over this many (0; onecycle: 0.3 of "
+        "all)",
+        type=every("epochs", "steps", least=0),
+    )
+    min_lr: float | None = real(
+        None, "optimizer: the learning rate in which the schedule ends, instead of 0", above=0
+    )
+    cooldown: Every | None = flag(
+        None,
+        "optimizer N[steps|epochs]: with --scheduler wsd: lower the learning rate over this many at the end "
+        "(0.2 of all)",
+        type=every("epochs", "steps", least=1),
+    )
+
+
+def defaults_of(optimizer: str) -> dict[str, Any]:
+    """Return the learning rate, momentum and weight decay that an optimizer gets where no flag is given.
+
+    A user's own factory gets none: it has its own.
+    """
+    return (
+        dict.fromkeys(OTHER_OPTIMIZERS) if ":" in optimizer else OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
+    )
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Refuse what is wrong with these settings whatever the model."""
+    if config.optimizer in ("adam", "adamw") and config.momentum:
+        raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
+    if config.muon_for and config.optimizer.lower() != "muon":
+        raise UsageFault("--muon-for: needs --optimizer muon", hint="give it, or leave --muon-for out")
+    if config.zero and ":" in config.optimizer:
+        what = f"--zero: the state of {config.optimizer} is not divided among ranks"
+        raise UsageFault(what, hint="leave it out")
+    if config.no_decay and config.weight_decay == 0:
+        raise UsageFault("--no-decay: there is no --weight-decay", hint="give one, or leave --no-decay out")
+    if (config.lr_scale or config.layer_decay) and config.lr is None:
+        flags = "--lr-scale" if config.lr_scale else "--layer-decay"
+        raise UsageFault(f"{flags}: needs --lr, of which it is a part", hint="give --lr")
+    _check_schedule(config)
+
+
+def _check_schedule(config: OptimizerConfig) -> None:
+    course, lowest = config.scheduler, config.min_lr
+    if course not in COURSES and ":" not in course:
+        known = ", ".join(COURSES)
+        raise UsageFault(f"--scheduler {course}: no such schedule", hint=f"one of {known} or file.py:factory")
+    if config.cooldown is not None and course != "wsd":
+        raise UsageFault("--cooldown: needs --scheduler wsd", hint="give it, or leave --cooldown out")
+    if lowest is None:
+        return
+    if course == "none" or ":" in course:
+        why = "stays as it is" if course == "none" else "is what the factory's function says"
+        raise UsageFault(f"--min-lr: with --scheduler {course} the learning rate {why}", hint="leave it out")
+    if config.lr is None:
+        raise UsageFault("--min-lr: needs --lr, from which the schedule starts", hint="give --lr")
+    if lowest >= config.lr:
+        hint = "give a smaller one"
+        raise UsageFault(f"--min-lr {lowest:g}: is not below the learning rate, {config.lr:g}", hint=hint)
+
+
+# ---- training ----------------------------------------------------------------------------------------
+
+# The flags of the command line are made from these fields; a field's name is its flag's name. The checks here
+# need no torch, so wrong flags are refused within a tenth of a second.
+
+
+EACH_EPOCH = Every(1, "epochs")
+
+# A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/formats/delta/reading.py).
+LONGEST_CHAIN = 65
+
+# Settings that a resumed run may change if --change names them. The others are another training.
+CHANGEABLE = {
+    *CHANGEABLE_OF_OPTIMIZER,
+    *("label_smoothing", "augment", "mixup", "cutmix"),
+    *("accumulate", "rank_batch", "rank_share"),
+    "best",
+}
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """What changes no step of a training."""
+
+    best: str | None = flag(
+        None,
+        "scores METRIC: what best.pt is best by: accuracy, loss or a metric of the task, as mae or "
+        "mae:min, and of another test set as NAME/loss (accuracy, or else loss)",
+    )
+    keep_best: int = count(0, "scores K: also keep the K best of them, as best-<number>.pt (0)", least=0)
+    stop_early: int | None = count(
+        None, "scores: end after this many evaluations in a row that were not the best so far"
+    )
+    tracker: tuple[str, ...] = flag(
+        (),
+        "log {tensorboard,wandb,mlflow,trackio}: also log there; may be repeated. Training goes on while its "
+        "server is away",
+        action="append",
+    )
+    every: tuple[str, str] | None = flag(
+        None,
+        "log N[steps|epochs] FILE.py:FUNCTION: call function(model, step, folder) on rank 0 after every N "
+        "steps, with a copy of the model",
+        nargs=2,
+    )
+    profile: str | None = flag(
+        None,
+        "log N|N-M: record these steps with torch's profiler, for N the N after the tenth, in "
+        "profile/trace.json.gz",
+        type=span,
+    )
+    config: str | None = flag(
+        None, "settings FILE.toml: take settings from a file, under the names of the flags, which win"
+    )
+    like: str | None = flag(
+        None, "settings RUN: take the settings of a run, from its config.toml, and name what differs"
+    )
+    unset: tuple[str, ...] = flag(
+        (),
+        "settings NAME: with --config or --like: leave out this setting of the file; may be repeated",
+        action="append",
+    )
+    print_config: bool = flag(False, "settings: print the settings as such a file, and train nothing")
+
+
+def hook_interval(given: tuple[str, str]) -> Every:
+    """Return how often the function of `--every` is called."""
+    try:
+        return every("steps", "epochs", least=1)(given[0])
+    except argparse.ArgumentTypeError as error:
+        raise UsageFault(f"--every: {error}", hint="for example: --every 100steps own.py:sample") from None
+
+
+@dataclass(frozen=True)
+class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
+    """The whole configuration of a run."""
+
+    augment: str = flag(
+        "none",
+        "data {none,crop-flip,auto}: change training images at random, by (seed, epoch, sample): crop-flip "
+        "or auto (none)",
+    )
+    mixup: float = real(0.0, "data: mix pairs of samples, with Beta(X, X) as their weights (0)", least=0)
+    cutmix: float = real(
+        0.0, "data: replace a rectangle by another sample's, of an area from Beta(X, X) (0)", least=0
+    )
+    label_smoothing: float = real(
+        0.0, "task: the part of a label that is spread over all classes (0)", least=0, below=1
+    )
+    class_weights: tuple[float, ...] | None = flag(
+        None,
+        "task X,X,...: how much a sample of each class counts in the training loss, as the weight of "
+        "torch's cross entropy",
+        type=numbers,
+    )
+    eval_every: Every = flag(
+        EACH_EPOCH,
+        "task N[steps|epochs]: how often to evaluate; in epochs by default (1)",
+        type=every("epochs", "steps", least=1),
+    )
+    model: str = flag(
+        "simple-cnn", "model MODEL: simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory"
+    )
+    init: str | None = flag(None, "model FILE: start from the weights of any checkpoint that ckpttool reads")
+    init_allow_missing: tuple[str, ...] = flag(
+        (),
+        "model GLOB: leave parameters that match this pattern as they are made, if --init lacks them or has "
+        "others; may be repeated",
+        action="append",
+    )
+    batchnorm: str = flag(
+        "plain",
+        "model {plain,sync,pooled}: plain (the default): normalise by each rank's samples, keep rank 0's "
+        "statistics; sync: by all ranks' samples; pooled: as plain, but with the running statistics of all "
+        "ranks' samples",
+    )
+    compile: bool = flag(False, "model: compile the model with torch.compile")
+    grad_checkpoint: bool = flag(
+        False, "model: compute activations again in the backward pass: less memory, more time"
+    )
+    find_unused: bool = flag(False, "model: let a forward pass leave parameters out, at the cost of a search")
+    shard: bool = flag(
+        False,
+        "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)",
+    )
+    shard_blocks: tuple[str, ...] = flag(
+        (),
+        "model CLASS: with --shard: modules of this class are put together one at a time (the blocks that "
+        "--grad-checkpoint takes); may be repeated",
+        action="append",
+    )
+    shard_dtype: str | None = flag(
+        None, "model {bf16}: with --shard: send and use parameters in this type, and sum gradients in float32"
+    )
+    shard_offload: bool = flag(
+        False, "model: with --shard: keep parameters and the optimizer's state in the memory of the CPU"
+    )
+    mesh: str | None = flag(
+        None,
+        "model GROUPSxRANKS: with --shard: hold the model once in each group of ranks, as 2x4 (one group)",
+        type=mesh,
+    )
+    epochs: int = count(10, "training: passes over the training samples (10)")
+    max_steps: int | None = count(None, "training: end after this many optimizer steps")
+    max_time: float | None = flag(
+        None, "training TIME: end after this time, in seconds, or as 30min or 2h", type=duration
+    )
+    batch_size: int = count(64, "training: samples per optimizer step over all ranks (64)")
+    rank_batch: tuple[int, ...] | None = flag(
+        None,
+        "training N,N,...: samples per optimizer step of each rank, in place of --batch-size",
+        type=integers,
+    )
+    rank_share: tuple[int, ...] | str | None = flag(
+        None,
+        "training N,N,...|auto: divide each batch in these proportions; auto: by the measured speed of the "
+        "ranks",
+        type=integers_or_auto,
+    )
+    virtual_ranks: int | None = count(
+        None,
+        "training: the same bits on any number of ranks that divides N: each computes for its part of N "
+        "virtual ranks",
+    )
+    accumulate: int = count(
+        1,
+        "training: take each rank's share of the batch in N passes, in less memory; without BatchNorm and "
+        "dropout it is the same training (1)",
+    )
+    sampler: str = flag(
+        "exact",
+        "training {exact,torch,none}: exact (the default): every sample once in an epoch; torch: as "
+        "DistributedSampler, which repeats samples or drops them; none: as without one, for --preview only",
+    )
+    drop_last: bool = flag(False, "training: leave out the short batch that ends an epoch")
+    set_epoch: bool = flag(True, "training: give every epoch the same order, as without set_epoch")
+    amp: str = flag(
+        "none",
+        "training {none,bf16,fp16}: compute in lower precision where it is safe: bf16, or fp16 on a GPU "
+        "(none)",
+    )
+    seed: int = count(0, "training: seeds weights, dropout and the order of samples (0)", least=0)
+    deterministic: bool = flag(False, "training: use only algorithms that give the same bits each time")
+    preview: bool = flag(
+        False, "training: show which rank takes which samples in which step, and train nothing"
+    )
+    json: bool = flag(False, "training: with --preview: print JSON")
+    out: str | None = flag(None, "saving DIR: for last.pt, best.pt and log.jsonl (runs/<time>)")
+    save_every: Every = flag(
+        EACH_EPOCH,
+        "saving N[steps|epochs|s|min|h]: how often to write last.pt; in epochs by default (1)",
+        type=every("epochs", "steps", "s", "min", "h", least=1),
+    )
+    save: str = flag(
+        "async",
+        "saving {sync,async}: async (the default): train on while a copy of the state is written; sync: "
+        "wait, without a copy",
+    )
+    save_parts: bool = flag(
+        False,
+        "saving: with --shard: let each rank write its part, into a folder that torch.distributed.checkpoint "
+        "and ckpttool merge read; last.pt names it",
+    )
+    grace: float = real(
+        25.0,
+        "saving SECONDS: seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint "
+        "(25)",
+        above=0,
+    )
+    keep: int = count(0, "saving K: also keep the last K of them, as step-<number>.pt (0)", least=0)
+    keep_deltas: int = count(
+        0,
+        "saving K: keep every save: each K-th whole, as step-<number>.pt, the rest as deltas, "
+        "step-<number>.delta.safetensors (0: none)",
+        least=0,
+    )
+    resume: str | None = flag(
+        None,
+        "saving auto|PATH: continue from this checkpoint; auto: from the newest in --out that is whole, if "
+        "there is any",
+        nargs="?",
+        const="auto",
+    )
+    change: tuple[str, ...] = flag(
+        (),
+        "saving NAME: with --resume: let this setting differ from the saved run's; may be repeated. One of "
+        + ", ".join(sorted(CHANGEABLE)).replace("_", "-"),
+        action="append",
+    )
+    force: bool = flag(False, "saving: start over in a folder that holds a run, and overwrite it")
+    prove_every: int | None = count(
+        None,
+        "saving: chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for "
+        "ckpttool prove",
+    )
+    stop_at: int | None = count(None, "saving STEP: end after this optimizer step, as --max-time does")
+    log_every: int = count(50, "log: steps between two entries of log.jsonl (50)")
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as primitives, as stored in a checkpoint."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: str(value) if isinstance(value, Every) else value for name, value in values.items()}
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse values that are wrong whatever the data and the model."""
+    check_optimizer(config)
+    if config.resume == "auto" and config.out is None:
+        raise UsageFault("--resume auto: needs a folder", hint="give it as --out")
+    if config.resume and config.force:
+        raise UsageFault("--force starts over and --resume continues", hint="give one of them")
+    if config.change and not config.resume:
+        raise UsageFault("--change: says what may differ on a resume", hint="give --resume, or leave it out")
+    fields_of_change(config.change)
+    if config.init_allow_missing and not config.init:
+        raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
+    if config.json and not config.preview:
+        raise UsageFault("--json: needs --preview", hint="leave it out; log.jsonl holds a run's numbers")
+    if config.keep_deltas and config.save_parts:
+        what = "--keep-deltas and --save-parts: the tensors are in folders, of which there are no deltas"
+        raise UsageFault(what, hint="leave out one of them")
+    if config.keep_deltas > LONGEST_CHAIN:
+        what = f"--keep-deltas {config.keep_deltas}: not more than {LONGEST_CHAIN - 1} in a row are read"
+        raise UsageFault(what, hint=f"give {LONGEST_CHAIN} or less")
+    if config.every:
+        hook_interval(config.every)
+    if config.accumulate > config.batch_size:
+        passes = f"--accumulate {config.accumulate}"
+        raise UsageFault(f"{passes}: more passes than the {config.batch_size} samples in a batch")
+    check_shared(config)
+
+
+def fields_of_change(names: tuple[str, ...]) -> set[str]:
+    """Return the fields that `--change` names, as `weight-decay` or `weight_decay`."""
+    field_of = {name: name.removeprefix("--").replace("-", "_") for name in names}
+    for name, field in field_of.items():
+        if field not in CHANGEABLE:
+            known = ", ".join(changeable.replace("_", "-") for changeable in sorted(CHANGEABLE))
+            hint = f"{known} can; --init starts another run from a checkpoint's weights"
+            raise UsageFault(f"--change {name}: can't differ from the saved run's", hint=hint)
+    return set(field_of.values())
