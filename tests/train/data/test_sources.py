@@ -10,7 +10,6 @@ import os
 import pickle
 import tarfile
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from PIL import Image
 
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
+from tests.ranks.runs import Source
 from tests.support.running import open_files
 from train.config.sections import TrainConfig
 from train.data import data_set, formats
@@ -120,25 +120,6 @@ DOCUMENTS = [[1, 2, 3], [], [10], [20, 21], [30, 31, 32, 33, 34, 35, 36, 37, 38]
 PAIRS = sorted((a, b) for document in DOCUMENTS for a, b in itertools.pairwise(document))
 
 
-class Known:
-    """Documents whose position is the data set's."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        begin, self.at = self.at, 0
-        for number in range(begin, len(DOCUMENTS)):
-            self.at = number + 1
-            yield DOCUMENTS[number]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 @pytest.mark.parametrize("block", [1, 2, 5, 50])
 @pytest.mark.parametrize("kind", [list, numpy.array, torch.tensor, lambda tokens: {"input_ids": tokens}])
 def test_each_token_is_the_target_of_the_one_before_it_in_its_document(block, kind):
@@ -153,20 +134,20 @@ def test_each_token_is_the_target_of_the_one_before_it_in_its_document(block, ki
 
 @pytest.mark.parametrize("done", range(6))
 def test_a_position_is_restored_with_what_is_left_of_a_document(done):
-    whole = [pair[0].tolist() for pair in Packed(Known(), 3)]
-    shard = Shard(Packed(Known(), 3))
+    whole = [pair[0].tolist() for pair in Packed(Source(DOCUMENTS), 3)]
+    shard = Shard(Packed(Source(DOCUMENTS), 3))
     iterator = shard.open(0, None)
     for _ in range(done):
         next(iterator)
     state = shard.state(iterator)
-    rest = Shard(Packed(Known(), 3)).open(0, state)
+    rest = Shard(Packed(Source(DOCUMENTS), 3)).open(0, state)
     assert [pair[0].tolist() for pair in rest] == whole[done:]
 
 
 def test_documents_that_go_on_where_they_were_left_begin_anew():
-    packed = Packed(Known(), 3)
+    packed = Packed(Source(DOCUMENTS), 3)
     whole = [pair[0].tolist() for pair in packed]
-    shard = Shard(Packed(Known(), 3))
+    shard = Shard(Packed(Source(DOCUMENTS), 3))
     for _ in range(2):
         next(shard.open(0, None))
     assert [pair[0].tolist() for pair in shard.open(0, None)] == whole
