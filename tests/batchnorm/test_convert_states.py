@@ -241,9 +241,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_layers_that_are_not_batchnorm_are_refused_by_name_and_can_be_excluded(
-    kind: str, tmp_path: Path
-) -> None:
+def test_layers_that_are_not_batchnorm_are_refused_by_name_and_can_be_excluded(kind, tmp_path):
     state = old_state()
     for name, tensor in FOREIGN[kind].items():
         state[f"layers.norm.{name}"] = tensor

@@ -89,9 +89,7 @@ def test_averages_over_all_batches_weight_a_rank_by_its_batches() -> None:
 @pytest.mark.parametrize("momentum", [0.1, 0.3, None, 1.0])
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (2, 6), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("apart", [0.0, 1.0])
-def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(
-    sizes: tuple[int, ...], momentum: float | None, apart: float
-) -> None:
+def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(sizes, momentum, apart):
     """Over 2,000 channels; each rank's samples may have a mean of their own."""
     torch.manual_seed(0)
     rank_of = torch.tensor([rank for rank, size in enumerate(sizes) for _ in range(size)])
@@ -114,18 +112,12 @@ def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(
         assert without.variance.mean() < 0.95 * whole.running_var.mean()
 
 
-@pytest.mark.parametrize(
-    ("counts", "given", "said"),
-    [
-        *(([2, 2], {"momentum": momentum}, "momentum") for momentum in (0.0, 1.5, -0.1, float("nan"))),
-        (None, {"momentum": 0.1}, "needs counts"),
-        *((counts, {}, "count|two values") for counts in ([0, 0], [1, 0], [-1, 5], [3])),
-    ],
-    ids=str,
-)
-def test_counts_without_a_variance_and_a_momentum_out_of_range_are_refused(
-    counts: Any, given: Any, said: str
-) -> None:
+@pytest.mark.parametrize(("counts", "given", "said"), [
+    *(([2, 2], {"momentum": momentum}, "momentum") for momentum in (0.0, 1.5, -0.1, float("nan"))),
+    (None, {"momentum": 0.1}, "needs counts"),
+    *((counts, {}, "count|two values") for counts in ([0, 0], [1, 0], [-1, 5], [3])),
+], ids=str)  # fmt: skip
+def test_counts_without_a_variance_and_a_momentum_out_of_range_are_refused(counts, given, said):
     with pytest.raises(ValueError, match=said):
         pool([0.0, 0.0], [1.0, 1.0], counts, **given)
 
@@ -352,9 +344,7 @@ def test_ranks_that_together_have_one_value_are_refused(tmp_path: Path) -> None:
     "name, value",
     [("0.weight", torch.zeros(3, 1, 3, 3).double()), ("more", torch.ones(1)), ("0.bias", None), ("n", 3)],
 )
-def test_ranks_that_differ_in_anything_else_are_refused_by_name(
-    name: str, value: Any, tmp_path: Path
-) -> None:
+def test_ranks_that_differ_in_anything_else_are_refused_by_name(name, value, tmp_path):
     paths = save_ranks(tmp_path, (2, 3))
     change(paths[1], name, value)
     with pytest.raises(Refused, match=rf"rank1.pt: '{name}' is not as in .*rank0.pt") as caught:
@@ -381,9 +371,7 @@ def test_layers_of_different_lengths_are_refused(tmp_path: Path) -> None:
     ({"counts": {"typo*": [8, 8], "*": [8, 8]}}, r"no BatchNorm layer matches 'typo\*'"),
     ({"cumulative": ["typo*"]}, r"no BatchNorm layer matches 'typo\*'"),
 ])  # fmt: skip
-def test_counts_and_patterns_that_do_not_fit_the_files_are_a_usage_error(
-    given: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_counts_and_patterns_that_do_not_fit_the_files_are_a_usage_error(given, said, tmp_path):
     with pytest.raises(UsageFault, match=said):
         pool_files(save_ranks(tmp_path, (2, 3)), **given)
 

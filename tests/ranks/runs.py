@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
@@ -201,6 +203,26 @@ def straight_and_resumed(
     return (read(whole / "last.pt") if rank == 0 else {}), found
 
 
+def go_on(
+    run_ranks: Any,
+    size: int,
+    make: Any,
+    saved: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    data: Callable[[], Data] = images,
+) -> str:
+    """Go on from a checkpoint in a folder, on ranks of the pool; return what rank 0 says."""
+    said: str = run_ranks(size, run, make, str(folder), {**settings, "resume": str(saved)}, data)[0]
+    assert "continues from" in said, said
+    return said
+
+
+def ends(*folders: Path) -> list[dict[str, Any]]:
+    """Return the last checkpoints of some runs."""
+    return [read(folder / "last.pt") for folder in folders]
+
+
 def read(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
@@ -235,3 +257,47 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     if "ema" in one:
         pairs.append((one["ema"]["averages"], other["ema"]["averages"]))
     return max(float((a[name].double() - b[name].double()).abs().max()) for a, b in pairs for name in a)
+
+
+# ---- texts of several lengths, whose data set makes the batches, and a model for them ------------------
+
+
+TEXTS = 13
+
+
+class Ragged(Dataset[Any]):
+    """Texts of 1 to 13 numbers, each with a class; `collate` pads them."""
+
+    classes = ("a", "b", "c")
+
+    def __len__(self) -> int:
+        return TEXTS
+
+    def __getitem__(self, index: int) -> Any:
+        draw = torch.Generator().manual_seed(index)
+        return torch.randn((index * 5) % 13 + 1, 4, generator=draw, dtype=torch.float64), index % 3
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        texts, labels = zip(*samples, strict=True)
+        lengths = torch.tensor([len(text) for text in texts])
+        return pad_sequence(texts, batch_first=True), lengths, torch.tensor(labels)
+
+
+class OfTexts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.scores = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        inside = torch.arange(texts.shape[1]) < lengths.unsqueeze(1)
+        return self.scores((self.each(texts).tanh() * inside.unsqueeze(2)).sum(dim=1) / lengths.unsqueeze(1))
+
+
+class Masked(Ragged):
+    """Hides numbers at random, drawn for the batch."""
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        texts, lengths, labels = Ragged.collate(samples)
+        return texts * (torch.rand(texts.shape) > 0.3), lengths, labels

@@ -107,9 +107,7 @@ def test_a_start_that_was_interrupted_is_made_anew(step: str, monkeypatch: pytes
     assert not any(alive(pid) for pid in before if pid)
 
 
-def test_after_a_case_that_was_interrupted_its_answers_are_not_those_of_the_next(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_case_that_was_interrupted_its_answers_are_not_those_of_the_next(pool, monkeypatch):
     pool.run(add_ranks, 0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pool, "_collect", interrupted)

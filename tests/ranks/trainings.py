@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from train.config.sections import TrainConfig
 from train.data.data_set import Data
 from train.main import steps_of_epoch
 from train.tasks import builtin as tasks
+from train.tasks.builtin import Task
+from train.trainer import preflight
 from train.trainer.trainer import Trainer
 
 
@@ -43,24 +45,50 @@ def seeded(make: Any, seed: int = 3) -> nn.Module:
     return make()
 
 
-def alone(
-    make: Any, data: Data, batch_size: int, epochs: int = 1, clip_norm: float | None = None, **settings: Any
+def descended(
+    model: nn.Module,
+    losses: Iterable[Callable[[nn.Module], torch.Tensor]],
+    clip_norm: float | None = None,
+    kind: Any = torch.optim.SGD,
+    **settings: Any,
 ) -> nn.Module:
+    """Return a model after a step of plain PyTorch along the gradient of each of these losses.
+
+    Args:
+        kind: of the optimizer, which gets the other settings.
+    """
+    optimizer = kind(model.parameters(), **settings)
+    for loss in losses:
+        optimizer.zero_grad()
+        loss(model).backward()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    return model
+
+
+def batches_of(samples: int, batch_size: int, epochs: int = 1) -> Iterator[list[int]]:
+    """Yield the indices of each global batch, as the plan has them."""
+    for epoch in range(epochs):
+        for batch in torch.tensor(Plan(samples, batch_size).order(epoch)).split(batch_size):
+            yield batch.tolist()
+
+
+def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: Any) -> nn.Module:
     """Return the model after plain training: one process, no DDP, the mean of whole batches.
 
     Args:
-        settings: of `torch.optim.SGD`.
+        settings: of `descended`.
     """
-    model, (inputs, labels) = seeded(make), data.train.tensors  # type: ignore[attr-defined]
-    optimizer = torch.optim.SGD(model.parameters(), **settings)
-    for epoch in range(epochs):
-        for batch in torch.tensor(Plan(len(inputs), batch_size).order(epoch)).split(batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            if clip_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            optimizer.step()
-    return model
+    inputs, labels = data.train.tensors  # type: ignore[attr-defined]
+    batches = batches_of(len(inputs), batch_size, epochs)
+    losses = (lambda model, at=at: F.cross_entropy(model(inputs[at]), labels[at]) for at in batches)
+    return descended(seeded(make), losses, **settings)
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of a model's state."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def error_of(call: Callable[[], object], kind: type[Exception] = CkptToolError) -> tuple[str, str] | None:
@@ -77,15 +105,40 @@ def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> fl
     return max((a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 
-def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
+def trainer(
+    rank: int, world_size: int, data: Data, model: nn.Module, own_task: Task | None = None, /, **settings: Any
+) -> Trainer:
     config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
-    return Trainer(config, data, model, place(rank, world_size), tasks.build(config, data))
+    return Trainer(config, data, model, place(rank, world_size), own_task or tasks.build(config, data))
+
+
+def check(
+    model: nn.Module,
+    data: Data,
+    ranks: int = 1,
+    /,
+    *,
+    rank: int = 0,
+    device: str = "cpu",
+    own_task: Task | None = None,
+    **settings: Any,
+) -> None:
+    """Check a training of so many ranks as it is checked before it starts."""
+    config, here = TrainConfig(**settings), Place(rank, ranks, "gloo", torch.device(device))
+    preflight.check(config, data, model, here, own_task or tasks.build(config, data))
 
 
 def wholes(trainer: Trainer) -> list[torch.Tensor]:
     """Return the parameters, whole on each rank also with `--shard`."""
     parameters = (parameter.detach() for parameter in trainer.ddp.parameters())
     return [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
+
+
+def after_epochs(rank: int, size: int, make: Any, data: Data, settings: dict[str, Any]) -> Any:
+    """Train the epochs of the settings; return the state of the model, and the score of the last epoch."""
+    trained = trainer(rank, size, data, seeded(make), **settings)
+    scores = [finish_epoch(trained) for _ in range(trained.config.epochs)]
+    return state(trained.ddp.module), scores[-1]
 
 
 def finish_epoch(trainer: Trainer) -> Any:

@@ -215,19 +215,16 @@ def test_more_test_sets_of_another_task_have_its_metrics(sets, capsys):
     assert "--out eval: holds the scores of another test set, 'few'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("also", "said"),
-    [
-        (["few"], "--also-test few: is not NAME=DATA"),
-        (["../a=fake:9"], "--also-test ../a=fake:9: is not NAME=DATA"),
-        (["a=fake:20", "a=fake:20"], "another test set is named a"),
-        (
-            ["a=sets.py:hard(size=0)"],
-            "--also-test a=sets.py:hard(size=0): --data sets.py:hard(size=0): there are",
-        ),
-        (["a=digits"], "does not take the"),
-    ],
-)
+@pytest.mark.parametrize(("also", "said"), [
+    (["few"], "--also-test few: is not NAME=DATA"),
+    (["../a=fake:9"], "--also-test ../a=fake:9: is not NAME=DATA"),
+    (["a=fake:20", "a=fake:20"], "another test set is named a"),
+    (
+        ["a=sets.py:hard(size=0)"],
+        "--also-test a=sets.py:hard(size=0): --data sets.py:hard(size=0): there are",
+    ),
+    (["a=digits"], "does not take the"),
+])  # fmt: skip
 def test_a_test_set_that_can_not_be_scored_is_refused_by_name(saved, sets, capsys, also, said):
     flags = [part for one in also for part in ("--also-test", one)]
     given = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "sets.py:data"]
@@ -369,23 +366,20 @@ def test_a_runs_checkpoint_needs_no_flags(run, capsys):
 NAMED = "code that is run only if you name it"
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (None, "does not say it (give --model SPEC)"),
-        ({"model": 3}, "does not say it"),
-        ({"model": "own.py:net"}, f"is of own.py:net, {NAMED} (--model own.py:net)"),
-        (
-            {"model": "own.py:net", "data": "fake:5", "data_root": "data", "eval_batch": 128, "mean": [0.5]},
-            "(--model own.py:net --data fake:5 --mean 0.5)",
-        ),
-        ({"model": "os:getcwd"}, f"is of os:getcwd, {NAMED}"),
-        ({"model": "resnet20", "data": "own.py:data"}, "--model resnet20 --data own.py:data)"),
-        ({"model": "resnet20", "mean": "a,b"}, "argument --mean: 'a' is not a number"),
-        ({"model": "resnet20", "eval_batch": [[]]}, "argument --eval-batch"),
-        ({"model": "no-such"}, "--model no-such: no such model"),
-    ],
-)
+@pytest.mark.parametrize(("config", "said"), [
+    (None, "does not say it (give --model SPEC)"),
+    ({"model": 3}, "does not say it"),
+    ({"model": "own.py:net"}, f"is of own.py:net, {NAMED} (--model own.py:net)"),
+    (
+        {"model": "own.py:net", "data": "fake:5", "data_root": "data", "eval_batch": 128, "mean": [0.5]},
+        "(--model own.py:net --data fake:5 --mean 0.5)",
+    ),
+    ({"model": "os:getcwd"}, f"is of os:getcwd, {NAMED}"),
+    ({"model": "resnet20", "data": "own.py:data"}, "--model resnet20 --data own.py:data)"),
+    ({"model": "resnet20", "mean": "a,b"}, "argument --mean: 'a' is not a number"),
+    ({"model": "resnet20", "eval_batch": [[]]}, "argument --eval-batch"),
+    ({"model": "no-such"}, "--model no-such: no such model"),
+])  # fmt: skip
 def test_code_that_a_checkpoint_names_is_not_run(tmp_path, capsys, config, said):
     torch.save({"model": {"w": torch.zeros(2)}, "config": config}, tmp_path / "a.pt")
     assert main([str(tmp_path / "a.pt")]) == 2

@@ -17,6 +17,8 @@ from tests.support.run_log import entries_of
 from tests.support.running import ROOT
 from train import evaluate, main
 from train.config.flags import Every
+from train.data.data_set import Data
+from train.data.samples import Collation
 
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
 ALL_BUT_ZERO = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.7, "accumulate": 2}
@@ -52,6 +54,44 @@ def perceptron() -> nn.Module:
     """Return a network that is compiled within seconds, with random numbers and buffers."""
     hidden = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3)
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
+
+
+def masked_texts() -> Data:
+    """Return texts of which numbers are hidden at random, drawn for the batch."""
+    samples, names = runs.Masked(), ("training", "test")
+    collations = {name: Collation(samples.collate, "--data own.py:data", name) for name in names}
+    return Data("own", samples, samples, samples.classes, (), "own", {}, "classification", collations)
+
+
+def of_masked_texts() -> nn.Module:
+    return runs.OfTexts().double()
+
+
+CROP: dict[str, Any] = {"augment": "crop-flip", "data": "folder:x"}
+AUTO: dict[str, Any] = {"augment": "auto", "mixup": 0.4, "data": "folder:x"}
+MIXED: dict[str, Any] = {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1, "data": "folder:x"}
+
+
+# By what changes: the ranks, the model, the settings, the step after which the run stops, and the samples.
+CHANGED: dict[str, tuple[int, Any, dict[str, Any], int, Any]] = {
+    "crop-flip": (3, runs.restless, CROP, 5, runs.images),
+    "crop-flip on one rank": (1, runs.restless, CROP, 5, runs.images),
+    "mixup and cutmix": (3, runs.restless, MIXED, 5, runs.images),
+    "auto and mixup": (3, runs.restless, AUTO, 5, runs.images),
+    "all on one rank": (1, runs.restless, {**AUTO, **MIXED}, 5, runs.images),
+    "what collate draws": (2, of_masked_texts, {"lr": 0.1}, 2, masked_texts),
+    "what collate draws, on three ranks": (3, of_masked_texts, {"lr": 0.1}, 2, masked_texts),
+}
+NOT_QUICK = ["crop-flip", "crop-flip on one rank", "mixup and cutmix", "what collate draws, on three ranks"]
+
+
+@pytest.mark.covered(lambda changed: changed in NOT_QUICK)
+@pytest.mark.parametrize("changed", CHANGED)
+def test_a_resumed_run_with_changed_samples_equals_the_straight_one(run_ranks, tmp_path, changed):
+    """In the middle of the first epoch, or of the second."""
+    size, make, settings, stop, data = CHANGED[changed]
+    arguments = make, str(tmp_path), settings, (stop,), data
+    assert run_ranks(size, runs.straight_and_resumed, *arguments)[0][1] == {stop: []}
 
 
 FROM_BOTH = ["divided, all"]
@@ -124,8 +164,7 @@ def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(run_ranks, t
 def test_a_divided_run_continues_on_another_number_of_ranks(run_ranks, tmp_path, before, after):
     settings = {**ADAMW, "zero": True, "ema": 0.7}
     whole = last(run_ranks, before, runs.steady, tmp_path, {**settings, **runs.OFTEN})
-    stopped = {"resume": str(tmp_path / "step-000002.pt")}
-    said = run_ranks(after, runs.run, runs.steady, str(tmp_path / "on"), {**settings, **stopped})[0]
+    said = runs.go_on(run_ranks, after, runs.steady, tmp_path / "step-000002.pt", tmp_path / "on", settings)
     assert f"saved by {before} rank" in said
     assert runs.largest_difference(whole, runs.read(tmp_path / "on" / "last.pt")) < ROUNDING
 
@@ -150,10 +189,7 @@ def test_skipped_steps_of_fp16_count_and_change_nothing(run_ranks, tmp_path):
     assert all(torch.equal(first[f"module.{name}"], parameter) for name, parameter in initial)
 
 
-def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(here, capsys):
     tiny = ["--data", "fake:40", "--batch-size", "20", "--epochs", "1", "--ema", "0.5", "--out", "run"]
     assert main.main(tiny) == 0
     said = capsys.readouterr().out.replace("\\\n", "")
@@ -164,7 +200,7 @@ def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score
     assert path == f"{ROOT}/train/evaluate.py"
     capsys.readouterr()
     assert evaluate.main([*arguments, "--json"]) == 0
-    found, logged = json.loads(capsys.readouterr().out), entries_of(tmp_path / "run")[-1]
+    found, logged = json.loads(capsys.readouterr().out), entries_of(here / "run")[-1]
     assert (logged["loss"], logged["correct"]) == (found["loss"], found["correct"])
 
 
@@ -181,38 +217,34 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks, 
     assert list(compiled["model"]) == list(plain["model"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--amp fp16", "--amp fp16: works only on a GPU (give --amp bf16"),
-        ("--optimizer lbfgs", "--optimizer lbfgs: calls the model several times in a step"),
-        ("--optimizer Adagrad --momentum 0.5", "--momentum: Adagrad has none"),
-        ("--optimizer muon --zero", "--zero: muon's state is not divided among ranks"),
-        ("--grad-checkpoint --model own.py:net", "--grad-checkpoint: Flat has no blocks"),
-        ("--zero --model own.py:mixed", "--zero: needs parameters of one dtype"),
-        ("--model own.py:sparse", "parameter 1.weight gets a sparse gradient, and ranks average dense ones"),
-        ("--model own.py:sparse --weight-decay 0", "parameter 1.weight gets a sparse gradient"),
-        ("--model own.py:unlike", "--model own.py:unlike: does not take the 3×32×32 samples"),
-        ("--init W", "does not fit the model"),
-        ("--init W --init-allow-missing x.*", "--init-allow-missing"),
-        ("--init-allow-missing x.*", "--init-allow-missing: needs --init"),
-        ("--resume --out R --change seed", "--change seed: can't"),
-        ("--change lr", "--change: says what may differ on a resume"),
-        ("--task regression --mixup 1", "--mixup: --task regression has no labels to change"),
-        ("--max-steps 3 --warmup 3steps", "--warmup 3steps: is 3 steps, but the whole training has only 3"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("--amp fp16", "--amp fp16: works only on a GPU (give --amp bf16"),
+    ("--optimizer lbfgs", "--optimizer lbfgs: calls the model several times in a step"),
+    ("--optimizer Adagrad --momentum 0.5", "--momentum: Adagrad has none"),
+    ("--optimizer muon --zero", "--zero: muon's state is not divided among ranks"),
+    ("--grad-checkpoint --model own.py:net", "--grad-checkpoint: Flat has no blocks"),
+    ("--zero --model own.py:mixed", "--zero: needs parameters of one dtype"),
+    ("--model own.py:sparse", "parameter 1.weight gets a sparse gradient, and ranks average dense ones"),
+    ("--model own.py:sparse --weight-decay 0", "parameter 1.weight gets a sparse gradient"),
+    ("--model own.py:unlike", "--model own.py:unlike: does not take the 3×32×32 samples"),
+    ("--init W", "does not fit the model"),
+    ("--init W --init-allow-missing x.*", "--init-allow-missing"),
+    ("--init-allow-missing x.*", "--init-allow-missing: needs --init"),
+    ("--resume --out R --change seed", "--change seed: can't"),
+    ("--change lr", "--change: says what may differ on a resume"),
+    ("--task regression --mixup 1", "--mixup: --task regression has no labels to change"),
+    ("--max-steps 3 --warmup 3steps", "--warmup 3steps: is 3 steps, but the whole training has only 3"),
+])  # fmt: skip
 def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
-    tmp_path, monkeypatch, capsys, arguments, said
+    here, monkeypatch, capsys, arguments, said
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.distributed.init_process_group", None)
-    (tmp_path / "own.py").write_text(OWN)
+    (here / "own.py").write_text(OWN)
     torch.save({"w": torch.ones(2)}, "W")
     assert main.main(["--data", "fake:20", "--batch-size", "4", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["W", "own.py"]
+    assert sorted(path.name for path in here.iterdir() if path.name != "__pycache__") == ["W", "own.py"]
 
 
 OWN = """
@@ -249,9 +281,8 @@ def unlike(num_classes=10):
 """
 
 
-def test_a_lazy_model_is_trained_resumed_and_evaluated(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN)
+def test_a_lazy_model_is_trained_resumed_and_evaluated(here, capsys):
+    (here / "own.py").write_text(OWN)
     given = ["--data", "fake:20", "--model", "own.py:lazy"]
     flags = ["--batch-size", "4", "--out", "run", "--epochs"]
     assert main.main([*given, *flags, "1"]) == 0

@@ -178,18 +178,15 @@ def test_colours_are_told_apart_by_the_colour_blind():
 # ---- names ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["runs/a", "runs/b/"], ["a", "b"]),
-        (["runs/a/log.jsonl"], ["a"]),
-        (["one/a", "two/a", "b"], ["one/a", "two/a", "b"]),
-        (["runs/a", "runs/a"], ["a (1)", "a (2)"]),
-        (["x/a", "x/a/a"], ["x/a", "a/a"]),
-        (["other.jsonl"], ["other.jsonl"]),
-        (["n" * 30 + "o" * 40], ["n" * 21 + "…" + "o" * 22]),
-    ],
-)
+@pytest.mark.parametrize(("paths", "names"), [
+    (["runs/a", "runs/b/"], ["a", "b"]),
+    (["runs/a/log.jsonl"], ["a"]),
+    (["one/a", "two/a", "b"], ["one/a", "two/a", "b"]),
+    (["runs/a", "runs/a"], ["a (1)", "a (2)"]),
+    (["x/a", "x/a/a"], ["x/a", "a/a"]),
+    (["other.jsonl"], ["other.jsonl"]),
+    (["n" * 30 + "o" * 40], ["n" * 21 + "…" + "o" * 22]),
+])  # fmt: skip
 def test_a_run_is_named_by_the_end_of_its_path_that_tells_it_apart(paths, names):
     assert run_log.names_of(paths) == names
 
@@ -234,17 +231,14 @@ def test_a_picture_is_overwritten_only_with_force(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "no such file"),
-        ("", "holds no entries yet"),
-        ("epoch 1: loss 2\n", "line 1 is not a JSON object"),
-        ("9" * 5000 + "\n", "line 1 is not a JSON object"),
-        ('{"correct": 3}\n', "holds no entry with a loss or a score"),
-        ('{"epoch": 1}\n{"epoch": "two", "loss": 1}\n', "holds no entry with a loss or a score"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "no such file"),
+    ("", "holds no entries yet"),
+    ("epoch 1: loss 2\n", "line 1 is not a JSON object"),
+    ("9" * 5000 + "\n", "line 1 is not a JSON object"),
+    ('{"correct": 3}\n', "holds no entry with a loss or a score"),
+    ('{"epoch": 1}\n{"epoch": "two", "loss": 1}\n', "holds no entry with a loss or a score"),
+])  # fmt: skip
 def test_a_log_without_curves_is_one_line_and_exit_code_3(tmp_path, text, said, capsys):
     if text is not None:
         (tmp_path / "log.jsonl").write_text(text)
@@ -254,18 +248,14 @@ def test_a_log_without_curves_is_one_line_and_exit_code_3(tmp_path, text, said, 
     assert not (tmp_path / "a.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["-o", "a.jpg", "run"], "a.jpg: has none of the endings"),
-        (["run"], "required: -o"),
-        (["-o", "a.png"], "required: RUN"),
-        (["run", "-o", "no/such/folder/a.png"], "no/such/folder"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, arguments, said, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "run", classes())
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["-o", "a.jpg", "run"], "a.jpg: has none of the endings"),
+    (["run"], "required: -o"),
+    (["-o", "a.png"], "required: RUN"),
+    (["run", "-o", "no/such/folder/a.png"], "no/such/folder"),
+])  # fmt: skip
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(here, arguments, said, capsys):
+    write(here / "run", classes())
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ import torch
 from ckpttool.errors import Damaged, Unreadable, UsageFault
 from ckpttool.formats.delta import compression
 from tests.ranks import runs, trainings
-from tests.ranks.programs import start
-from tests.support.kept_steps import EVERY, SETTINGS, delta, same, state_of, steps_in, whole
+from tests.ranks.forked import Program
+from tests.ranks.programs import ROOT, environment, start
 from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of
 from train.checkpoint import files
@@ -26,10 +28,39 @@ from train.checkpoint import saver as saving
 from train.checkpoint.files import DELTA, numbered
 from train.checkpoint.format import read
 from train.config import command_line
+from train.config.flags import Every
 from train.main import steps_of_epoch
 from train.run import folder as folders
-from train.tasks import builtin as tasks
-from train.trainer import preflight
+
+EACH = {"save_every": Every(1, "steps")}
+SETTINGS = {**EACH, "ema": 0.9, "optimizer": "adamw", "momentum": None, "keep_best": 1}
+EVERY = 3
+
+
+def whole(*steps: int) -> set[str]:
+    return {numbered(step) for step in steps}
+
+
+def delta(*steps: int) -> set[str]:
+    return {numbered(step, ending=DELTA) for step in steps}
+
+
+def steps_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.name.startswith("step-")}
+
+
+def state_of(folder: Path, step: int) -> Path:
+    """Return a file of the state of a step, the delta if there is one."""
+    path = folder / numbered(step, ending=DELTA)
+    return path if path.exists() else folder / numbered(step)
+
+
+def same(one: Path, other: Path) -> bool:
+    """Return whether two checkpoints hold the same, to the last bit, but for what says how they were kept."""
+    return runs.different(read(str(one)), read(str(other))) == []
+
+
+# ---- what is there -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +128,16 @@ def test_the_commands_and_evaluate_read_a_delta(runs_of_two, cli):
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_run_goes_on_from_any_of_them_to_the_same_bits(run_ranks, tmp_path, runs_of_two, step):
     kept, straight = runs_of_two
-    settings = {**SETTINGS, "resume": str(state_of(kept, step)), "keep_deltas": EVERY, "prove_every": 2}
-    said, _ = run_ranks(2, runs.run, runs.restless, str(tmp_path), settings)
-    assert f"continues from {state_of(kept, step)}" in said
-    assert runs.different(runs.read(tmp_path / "last.pt"), runs.read(straight / "last.pt")) == []
+    settings, stopped = {**SETTINGS, "keep_deltas": EVERY, "prove_every": 2}, state_of(kept, step)
+    said = runs.go_on(run_ranks, 2, runs.restless, stopped, tmp_path, settings)
+    assert f"continues from {stopped}" in said
+    assert runs.different(*runs.ends(tmp_path, straight)) == []
     assert all(same(state_of(tmp_path, later), straight / numbered(later)) for later in range(step + 1, 7))
 
 
 def test_another_number_of_ranks_goes_on_from_a_delta_as_from_a_whole_one(run_ranks, tmp_path, runs_of_two):
     for name, path in zip("ab", (state_of(runs_of_two[0], 3), runs_of_two[1] / numbered(3)), strict=True):
-        settings = {**SETTINGS, "resume": str(path)}
-        (said,) = run_ranks(1, runs.run, runs.restless, str(tmp_path / name), settings)
+        said = runs.go_on(run_ranks, 1, runs.restless, path, tmp_path / name, SETTINGS)
         assert "saved by 2 ranks, now 1" in said
     assert same(tmp_path / "a" / "last.pt", tmp_path / "b" / "last.pt")
 
@@ -358,13 +388,10 @@ def test_a_kill_before_any_change_of_a_name_costs_no_checkpoint(tmp_path):
 # ---- what is refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--keep-deltas", "4", "--shard", "--save-parts"], "--keep-deltas and --save-parts"),
-        (["--keep-deltas", "66"], "not more than 64 in a row are read"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "named"), [
+    (["--keep-deltas", "4", "--shard", "--save-parts"], "--keep-deltas and --save-parts"),
+    (["--keep-deltas", "66"], "not more than 64 in a row are read"),
+])  # fmt: skip
 def test_what_does_not_go_with_deltas_is_refused_by_name(flags, named):
     with pytest.raises(UsageFault, match=named):
         command_line.parse(flags)
@@ -372,7 +399,101 @@ def test_what_does_not_go_with_deltas_is_refused_by_name(flags, named):
 
 def test_without_zstd_deltas_are_refused_before_training(monkeypatch):
     monkeypatch.setattr(compression, "is_there", lambda: False)
-    data, model = trainings.tensors(runs.SHAPE, 20), trainings.seeded(runs.steady)
-    config = command_line.parse(["--keep-deltas", "4"])
     with pytest.raises(UsageFault, match="zstd, which is not installed"):
-        preflight.check(config, data, model, trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(runs.steady(), runs.images(), keep_deltas=4)
+
+
+# ---- a kill at any moment ------------------------------------------------------------------------------
+
+
+STEPS = range(1, 7)
+
+OWN = """
+import os, signal, threading, time
+from pathlib import Path
+from torch import nn
+from train.checkpoint import files
+
+here, usual = Path(__file__).parent, files.keep_delta
+
+def keep_delta(folder, step, *given):
+    order = here / f"kill-{step}"
+    if order.exists():
+        seconds = float(order.read_text())
+        order.unlink()
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began = time.monotonic()
+    failure = usual(folder, step, *given)
+    (here / f"took-{step}").write_text(str(time.monotonic() - began))
+    return failure
+
+files.keep_delta = keep_delta
+
+def model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 200), nn.ReLU(), nn.Linear(200, 10))
+"""
+
+FLAGS = ["--data", "fake:40", "--batch-size", "8", "--max-steps", "6", "--save-every", "1steps", "--momentum"]
+FLAGS += ["0.9", "--keep-deltas", str(EVERY), "--model", "own.py:model", "--out", "run"]
+
+
+def train(folder: Path, *flags: str) -> int:
+    folder.mkdir(exist_ok=True)
+    (folder / "own.py").write_text(OWN)
+    command = [sys.executable, str(ROOT / "train" / "main.py"), *FLAGS, *flags]
+    run = Program(command, folder, environment(PYTHONPATH=str(ROOT)))
+    _, errors = run.communicate(timeout=90)
+    assert run.returncode in (0, -signal.SIGKILL), errors
+    return run.returncode
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: Any) -> Path:
+    folder: Path = tmp_path_factory.mktemp("undisturbed")
+    assert train(folder) == 0
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(10))
+def test_a_kill_at_any_moment_of_a_delta_costs_no_step(undisturbed, tmp_path, number):
+    step, straight, run = (2, 3, 5)[number % 3], undisturbed / "run", tmp_path / "run"
+    seconds = float((undisturbed / f"took-{step}").read_text()) * 1.2 * (number + 0.5) / 10
+    (tmp_path / f"kill-{step}").write_text(str(seconds))
+    mode = ("--save", "async" if number % 2 else "sync")
+    assert train(tmp_path, *mode) == -signal.SIGKILL
+    assert all(same(state_of(run, earlier), state_of(straight, earlier)) for earlier in range(1, step + 1))
+    assert train(tmp_path, *mode, "--resume", "auto") == 0
+    assert all(same(state_of(run, each), state_of(straight, each)) for each in STEPS)
+    assert same(run / "last.pt", straight / "last.pt")
+    assert [name for name in os.listdir(run) if name.startswith(".")] == []
+    assert len(steps_in(run)) <= len(steps_in(straight)) + 1
+
+
+def told_in_a_delta(rank: int, size: int, folder: str, settings: dict[str, Any]) -> str:
+    """Run the trainer, which is told to end while it makes the delta of step 3."""
+    usual = files.keep_delta
+
+    def struck(where: str, step: int, every: int, training: str) -> str:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # a thread takes it
+        return usual(where, step, every, training)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "keep_delta", struck)
+        return runs.run(rank, size, runs.restless, folder, settings)
+
+
+@pytest.mark.covered(lambda save: save == "sync")
+@pytest.mark.parametrize("save", ["sync", "async"])
+def test_a_run_that_is_told_to_end_within_a_delta_completes_it(run_ranks, tmp_path, save):
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    run_ranks(1, runs.run, runs.restless, str(straight), {**SETTINGS, "keep": 99})
+    settings = {**SETTINGS, "keep_deltas": EVERY, "save": save}
+    run_ranks(1, told_in_a_delta, str(run), settings)
+    last = max(step for step in STEPS if (run / numbered(step)).exists())
+    assert 3 <= last < 6 and delta(3) <= steps_in(run)
+    run_ranks(1, runs.run, runs.restless, str(run), {**settings, "resume": "auto"})
+    assert all(same(state_of(run, step), straight / numbered(step)) for step in STEPS)
+    assert same(run / "last.pt", straight / "last.pt")

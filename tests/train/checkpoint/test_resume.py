@@ -145,15 +145,12 @@ def damage(path: Path) -> None:
 NOT_SAVED = "the model's values are not the saved ones"
 
 
-@pytest.mark.parametrize(
-    ("size", "how", "passed_over"),
-    [
-        (1, "damaged", [f"last.pt: {NOT_SAVED}", f"step-000007.pt: {NOT_SAVED}"]),
-        (2, "cut off", [r"last.pt: is cut short: .* \(also named step-000007.pt\)"]),  # is read once
-        (3, "missing", ["step-000098.pt: is not a checkpoint of this trainer"]),
-        (2, "a link to nothing", ["last.pt: is a link to nothing"]),
-    ],
-)
+@pytest.mark.parametrize(("size", "how", "passed_over"), [
+    (1, "damaged", [f"last.pt: {NOT_SAVED}", f"step-000007.pt: {NOT_SAVED}"]),
+    (2, "cut off", [r"last.pt: is cut short: .* \(also named step-000007.pt\)"]),  # is read once
+    (3, "missing", ["step-000098.pt: is not a checkpoint of this trainer"]),
+    (2, "a link to nothing", ["last.pt: is a link to nothing"]),
+])  # fmt: skip
 def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(
     run_ranks, tmp_path, wholes, size, how, passed_over
 ):
@@ -234,18 +231,14 @@ def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(
     assert logged_epochs(tmp_path) == [2]
 
 
-@pytest.mark.parametrize(
-    ("settings", "samples", "said"),
-    [
-        ({"batch_size": 10}, 44, "to a run with --batch-size 12"),
-        ({"lr": 0.3, "seed": 5}, 44, "to a run with --lr 0.1 --seed 0"),
-        ({"model": "resnet20"}, 44, "to a run with --model simple-cnn"),
-        ({"warmup": Every(0, "epochs")}, 44, "to a run with --warmup 2steps"),
-        ({"drop_last": True}, 44, "to a run with no --drop-last"),
-        ({}, 45, "to a run on other samples"),
-    ],
-    ids=["batch size", "several", "model", "warmup", "switch", "data"],
-)
+@pytest.mark.parametrize(("settings", "samples", "said"), [
+    ({"batch_size": 10}, 44, "to a run with --batch-size 12"),
+    ({"lr": 0.3, "seed": 5}, 44, "to a run with --lr 0.1 --seed 0"),
+    ({"model": "resnet20"}, 44, "to a run with --model simple-cnn"),
+    ({"warmup": Every(0, "epochs")}, 44, "to a run with --warmup 2steps"),
+    ({"drop_last": True}, 44, "to a run with no --drop-last"),
+    ({}, 45, "to a run on other samples"),
+], ids=["batch size", "several", "model", "warmup", "switch", "data"])  # fmt: skip
 def test_a_checkpoint_of_another_training_is_refused_naming_the_flags(
     run_ranks, tmp_path, short, settings, samples, said
 ):
@@ -284,16 +277,12 @@ WHOLE = "Damaged: {}/last.pt: can't be read: .*no other checkpoint in .*--force 
 NO_FILE = "Unreadable: {}-2/nope.pt: no such file or directory"
 
 
-@pytest.mark.parametrize(
-    ("files", "resume", "said"),
-    [
-        ({"last.pt": b"cut", "step-000004.pt": b"cut off"}, "auto", WHOLE),
-        ({"cut.pt": b"PK\3\4 and no more"}, "{}/cut.pt", "Damaged: {}/cut.pt: "),
-        ({}, "{}-2/nope.pt", NO_FILE),
-        ({"last.pt": b"of a run"}, "{}-2/nope.pt", NO_FILE),
-    ],
-    ids=["none is whole", "damaged", "no such file", "no such file, used folder"],
-)
+@pytest.mark.parametrize(("files", "resume", "said"), [
+    ({"last.pt": b"cut", "step-000004.pt": b"cut off"}, "auto", WHOLE),
+    ({"cut.pt": b"PK\3\4 and no more"}, "{}/cut.pt", "Damaged: {}/cut.pt: "),
+    ({}, "{}-2/nope.pt", NO_FILE),
+    ({"last.pt": b"of a run"}, "{}-2/nope.pt", NO_FILE),
+], ids=["none is whole", "damaged", "no such file", "no such file, used folder"])  # fmt: skip
 def test_what_rank_0_cant_read_or_write_ends_every_rank(run_ranks, tmp_path, files, resume, said):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckpttool.errors import UsageFault
+from ckpttool.errors import Unreadable, UsageFault
+from tests.ranks.programs import TINY
 from tests.support.running import ROOT
-from train import evaluate
+from train import evaluate, main
 from train.config import command_line, flags
 from train.config.flags import Every
+from train.config.sections import TrainConfig
 from train.launch import program as launch
-from train.main import main
 
 
 def be_rank(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
@@ -208,20 +214,19 @@ WRONG = {
 
 @pytest.mark.parametrize(("line", "flag"), [(line, flag) for flag, each in WRONG.items() for line in each])
 def test_wrong_flags_are_one_line_and_exit_code_2_before_any_process_group(
-    line, flag, capsys, monkeypatch, tmp_path
+    line, flag, capsys, monkeypatch, here
 ):
     import torch
     import torch.distributed as dist
 
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(tmp_path)
-    assert main(line.split()) == 2
+    assert main.main(line.split()) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
     assert flag in said.err
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 OWN = """
@@ -248,7 +253,7 @@ short = lambda: linear(3)
 @pytest.mark.parametrize("rest", ["", "--accumulate 2"])
 def test_a_batchnorm_batch_of_one_is_refused_and_names_the_flags(own, capsys, rest):
     size = "2" if rest else "4"
-    assert main(f"--model {own}:normalised --data fake:9 --batch-size {size} {rest}".split()) == 2
+    assert main.main(f"--model {own}:normalised --data fake:9 --batch-size {size} {rest}".split()) == 2
     said = capsys.readouterr().err
     assert f"--batch-size {size}" in said and "BatchNorm" in said
     assert ("--drop-last" in said) == (not rest)
@@ -256,7 +261,7 @@ def test_a_batchnorm_batch_of_one_is_refused_and_names_the_flags(own, capsys, re
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused_with_its_own_reason(capsys):
-    assert main(["--data", "digits", "--model", "torchvision:resnet18"]) == 2
+    assert main.main(["--data", "digits", "--model", "torchvision:resnet18"]) == 2
     said = capsys.readouterr().err
     assert "does not take the 1×8×8 samples" in said and "channels" in said
 
@@ -272,7 +277,7 @@ UNFIT = {
 @pytest.mark.parametrize("name", UNFIT)
 def test_models_that_ddp_cant_train_are_refused(own, capsys, monkeypatch, name):
     be_rank(monkeypatch, "0", "2")
-    assert main(f"--data fake:9 --batch-size 4 --model {own}:{name}".split()) == 2
+    assert main.main(f"--data fake:9 --batch-size 4 --model {own}:{name}".split()) == 2
     assert UNFIT[name] in capsys.readouterr().err
 
 
@@ -289,7 +294,7 @@ def test_under_torchrun_only_rank_0_reports_wrong_flags_at_once(monkeypatch, cap
     waited: list[float] = []
     be_rank(monkeypatch, "1", "2")
     monkeypatch.setattr(launch.time, "sleep", waited.append)
-    assert main(["--epochs", "0"]) == 2
+    assert main.main(["--epochs", "0"]) == 2
     assert waited == [launch.PATIENCE]  # within which torchrun ends it, when rank 0 has spoken and gone
 
 
@@ -306,12 +311,11 @@ def test_spawned_ranks_get_all_flags_but_spawn(line):
     assert command_line.without("--spawn", ["--out", "--spawned"]) == ["--out", "--spawned"]
 
 
-def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(tmp_path, monkeypatch, capsys):
+def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(here, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "first").mkdir(parents=True)
-    (tmp_path / "runs" / "first" / "config.toml").write_text("epochs = 3")
-    for program in (evaluate.main, main):
+    (here / "runs" / "first").mkdir(parents=True)
+    (here / "runs" / "first" / "config.toml").write_text("epochs = 3")
+    for program in (evaluate.main, main.main):
         with pytest.raises(SystemExit) as left:
             program(["--help"])
         assert left.value.code == 0
@@ -326,5 +330,255 @@ def test_help_fits_into_80_columns_and_ends_in_examples_that_parse(tmp_path, mon
 def test_only_rank_0_prints_the_help(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main.main(["--help"])
     assert capsys.readouterr().out == ""
+
+
+# ---- files of settings ---------------------------------------------------------------------------------
+
+
+tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+
+@pytest.fixture
+def parsed(tmp_path: Path) -> Any:
+    """Return a function: text of a file, arguments -> the configuration of both."""
+
+    def parse(text: str, *arguments: str) -> TrainConfig:
+        (tmp_path / "run.toml").write_text(text)
+        return command_line.parse(["--config", str(tmp_path / "run.toml"), *arguments])
+
+    return parse
+
+
+def test_a_file_holds_what_the_command_line_would(parsed):
+    text = """
+        data = "fake:40"
+        lr = 1e-3
+        batch-size = 12
+        rank-batch = [2, 10]
+        spawn = 2
+        mean = [0.5, 0.25, 1]
+        drop-last = true
+        no-set-epoch = true
+        save-every = "20steps"
+        max-time = 90
+        tracker = ["wandb", "tensorboard"]
+        every = ["3steps", "own.py:f"]
+        resume = "auto"
+        out = "x"
+    """
+    line = (
+        "--data fake:40 --lr 1e-3 --batch-size 12 --rank-batch 2,10 --spawn 2 --mean 0.5,0.25,1 --drop-last "
+    )
+    line += "--no-set-epoch --save-every 20steps --max-time 90 --tracker wandb --tracker tensorboard "
+    line += "--every 3steps own.py:f --resume auto --out x"
+    found = parsed(text)
+    assert dataclasses.replace(found, config=None) == command_line.parse(line.split())
+    assert command_line.arguments_of(found) == command_line.arguments_of(command_line.parse(line.split()))
+
+
+def test_flags_win_and_lists_are_not_added_up(parsed):
+    text = 'epochs = 3\nseed = 5\nchange = ["lr"]\nresume = "x.pt"\nema = 0.5\n'
+    found = parsed(text, "--epochs", "4", "--change", "warmup")
+    assert (found.epochs, found.seed, found.change, found.ema) == (4, 5, ("warmup",), 0.5)
+
+
+def test_unset_leaves_a_setting_of_the_file_out(parsed):
+    found = parsed("ema = 0.5\ndrop-last = true\nlr = 0.5\n", "--unset", "ema", "--unset", "drop-last")
+    assert (found.ema, found.drop_last, found.lr) == (None, False, 0.5)
+    for name in ("epochs", "frobnicate"):
+        with pytest.raises(UsageFault, match=f"--unset {name}: .*run.toml does not set it"):
+            parsed("ema = 0.5", "--unset", name)
+
+
+def test_what_is_false_is_left_out_and_an_empty_file_changes_nothing(parsed):
+    found = parsed("drop-last = false\nno-set-epoch = false\nresume = false\n")
+    assert dataclasses.replace(found, config=None) == command_line.parse([]) == TrainConfig()
+    assert dataclasses.replace(parsed("# nothing\n"), config=None) == TrainConfig()
+
+
+def test_an_optimizer_of_the_command_line_has_its_own_defaults(parsed):
+    found = parsed('optimizer = "sgd"\nweight-decay = 0.5\n', "--optimizer", "adamw")
+    assert (found.optimizer, found.lr, found.momentum, found.weight_decay) == ("adamw", 1e-3, 0.0, 0.5)
+
+
+REFUSED_IN_A_FILE = {
+    "batch_size = 3": ("batch_size: no such setting", "did you mean batch-size?"),
+    "learning-rate = 3": ("learning-rate: no such setting", "did you mean lr?"),
+    "set-epoch = false": ("set-epoch: no such setting", "did you mean no-set-epoch?"),
+    "zzzzqqqq = false": ("zzzzqqqq: no such setting", "lists the settings"),
+    "epochs = 2\nseed = 1\nepochs = 3": ("line 3: epochs is given twice", "give it once"),
+    "epochs = 0": ("--epochs: 0 is less than 1", ""),
+    "epochs = 1.5": ("--epochs: '1.5' is not an integer", ""),
+    "epochs = true": ("epochs: takes a value, not true", ""),
+    "epochs = false": ("epochs: takes a value, not false", ""),
+    "epochs = 1979-05-27": ("is no value of a flag", ""),
+    "lr = nan": ("--lr: nan is out of range", ""),
+    "drop-last = 1": ("drop-last: is true or false, not 1", ""),
+    'drop-last = "true"': ('drop-last: is true or false, not "true"', ""),
+    'batchnorm = "none"': ("--batchnorm: invalid choice: 'none'", ""),
+    "rank-batch = []": ("--rank-batch: '' is not an integer", ""),
+    "rank-batch = [[1], 2]": ("rank-batch: [1] is no value of a flag", ""),
+    'every = ["1", "a.py:f", "--lr=9"]': ("every: takes 2 values, not 3", ""),
+    'every = ["1"]': ("every: takes 2 values, not 1", ""),
+    "[optimizer]\nlr = 2": ("[optimizer]: a table, and no setting is one", "stand above all tables"),
+    "[about.torch]\nx = 2\n[about.torch]": ("is not TOML", ""),
+    'config = "other.toml"': ("config: belongs on the command line", ""),
+    'like = "runs/a"': ("like: belongs on the command line", ""),
+    "help = true": ("help: belongs on the command line", ""),
+    "a = = 2": ("is not TOML: Invalid value (at line 1", ""),
+    "x = " + "[" * 30000: ("is not TOML", ""),
+    "x = " + "9" * 50000: ("is not TOML", ""),
+    "#" * 70000: ("is longer than 64 KiB", ""),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED_IN_A_FILE, ids=lambda text: text[:30])
+def test_what_is_wrong_in_a_file_is_refused_with_its_name_and_a_way_out(parsed, text):
+    with pytest.raises(UsageFault) as refused:
+        parsed(text)
+    message, hint = REFUSED_IN_A_FILE[text]
+    assert "run.toml: " in refused.value.message and message in refused.value.message
+    assert hint in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder", "a pipe", "no text"])
+def test_what_is_no_file_of_settings_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "run.toml"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "no text":
+        path.write_bytes(b"\xff\xfe")
+    with pytest.raises((Unreadable, UsageFault), match=r"run\.toml"):
+        command_line.parse(["--config", str(path)])
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("--config a.toml --like b", "--config and --like: settings come from one file"),
+    ("--unset lr", "--unset: needs --config or --like"),
+    ("--like no/such/run", "no/such/run/config.toml: no such file"),
+    ("--config=", "--config: names nothing"),
+])  # fmt: skip
+def test_flags_about_files_that_make_no_sense_are_one_line(here, capsys, line, said):
+    (here / "a.toml").touch()
+    assert main.main(line.split()) in (2, 3)
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_what_is_printed_gives_the_same_configuration(tmp_path, monkeypatch, capsys):
+    line = "--optimizer adamw --lr 0.5 --spawn 2 --rank-batch 2,10 --no-set-epoch --warmup 3steps"
+    line += " --every 2 a.py:f --tracker wandb --mean=-0.5 --out x --best loss"
+    assert main.main([*line.split(), "--print-config"]) == 0
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    again = command_line.parse(["--config", str(tmp_path / "run.toml")])
+    assert dataclasses.replace(again, config=None) == command_line.parse(line.split())
+
+
+def test_what_is_printed_shows_every_setting_and_comments_the_defaults(capsys):
+    assert main.main(["--print-config", "--lr", "0.5"]) == 0
+    said = capsys.readouterr().out
+    assert tomllib.loads(said) == {"lr": 0.5}
+    fields = [field.name for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
+    for name in set(fields) - {*command_line.SOURCES, "set_epoch", "lr"}:
+        assert f"\n# {name.replace('_', '-')}" in said
+
+
+def test_printing_settings_imports_no_torch(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main.main(["--print-config"]) == 0
+
+
+def test_only_rank_0_prints_settings(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main.main(["--print-config"]) == 0
+    assert capsys.readouterr().out.strip() == ""
+
+
+def test_ranks_that_a_launcher_has_started_leave_out_the_files_spawn(parsed, monkeypatch):
+    assert parsed("spawn = 2").spawn == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert parsed("spawn = 2").spawn is None
+    with pytest.raises(UsageFault, match="--spawn starts ranks, but"):
+        parsed("", "--spawn", "2")
+
+
+# ---- config.toml of a run, and --like ------------------------------------------------------------------
+
+DATA = """
+import torch
+from torch.utils.data import TensorDataset
+SIZE = 12
+
+def data():
+    torch.manual_seed(0)
+    return (TensorDataset(torch.randn(SIZE, 3, 8, 8), torch.arange(SIZE) % 3),) * 2
+"""
+
+
+def trained(capsys: Any, *arguments: str) -> str:
+    assert main.main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_is_repeated_and_what_differs_is_named(here, capsys):
+    (here / "own.py").write_text(DATA)
+    given = "--data own.py:data --epochs 1 --batch-size 4 --save-every 2steps --lr 0.05"
+    trained(capsys, *given.split(), "--out", "a", "--stop-at", "3")
+    about = tomllib.loads(Path("a/config.toml").read_text())
+    written = {"data": "own.py:data", "epochs": 1, "batch-size": 4, "save-every": "2steps", "lr": 0.05}
+    assert {name: value for name, value in about.items() if name != "about"} == written
+    assert about["about"]["ranks"] == 1 and list(about["about"]["code"]) == ["own.py"]
+
+    assert "like    a: nothing differs\n" in trained(capsys, "--like", "a", "--out", "b")
+    config = command_line.of_run("b")[0]
+    assert config == dataclasses.replace(command_line.parse(given.split()), out=None)
+    assert config.save_every == Every(2, "steps")
+
+    # Of another length: Python takes an old .pyc of the same second and size for true.
+    (here / "own.py").write_text(DATA.replace("12", "4 * 4"))
+    said = trained(capsys, "--like", "a", "--out", "c", "--lr", "0.1", "--clip-norm", "1")
+    line = next(line for line in said.splitlines() if line.startswith("like"))
+    assert line.startswith("like    a, but ")
+    for difference in (
+        "lr 0.05 -> 0.1",
+        "clip-norm none -> 1.0",
+        "samples own.py:data 12/12 -> own.py:data 16/16",
+    ):
+        assert difference in line
+    assert "own.py is another now" in line and "epochs" not in line
+
+
+def test_a_run_goes_on_with_the_settings_in_its_folder(here, capsys):
+    trained(capsys, *TINY, "--out", "a", "--save-every", "1steps", "--stop-at", "2")
+    said = trained(capsys, "--like", "a", "--out", "a", "--resume")
+    assert (
+        "like    a: nothing differs\n" in said and "continues from a/last.pt at epoch 1, step 2 of 3" in said
+    )
+
+
+def test_a_file_of_the_users_is_not_overwritten(here, capsys):
+    (here / "a").mkdir()
+    for make in (lambda path: path.write_text("epochs = 1\n"), lambda path: path.symlink_to("/etc/hosts")):
+        path = here / "a" / "config.toml"
+        make(path)
+        for force in ([], ["--force"]):
+            assert main.main([*TINY, "--config", "a/config.toml", "--out", "a", *force]) in (2, 3)
+        assert "a/config.toml" in capsys.readouterr().err
+        assert sorted(os.listdir("a")) == ["config.toml"]
+        path.unlink()
+
+
+def test_a_disk_that_refuses_the_file_ends_no_run(here, monkeypatch, capsys):
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("train.run.folder.replacing", refuse)
+    assert main.main([*TINY, "--out", "a"]) == 0
+    why = "a/config.toml: could not be written: no space left on device"
+    assert f"warning: {why}; training goes on\n" in capsys.readouterr().err

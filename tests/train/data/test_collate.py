@@ -26,10 +26,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ckpttool import metrics
 from ckpttool.distributed import nested
-from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
-from tests.ranks import runs, trainings
-from tests.ranks.ragged import SAMPLES, Masked, OfTexts, Ragged
+from tests.ranks import trainings
+from tests.ranks.runs import TEXTS, Masked, OfTexts, Ragged
 from train.config.sections import TrainConfig
 from train.data import data_set
 from train.data.batches import batch_of, load
@@ -37,7 +36,6 @@ from train.data.data_set import Data
 from train.data.samples import Collation, digest_of, leaves_of
 from train.tasks import builtin as tasks
 from train.trainer import preflight
-from train.trainer.trainer import Trainer
 
 BATCH, EPOCHS = 5, 2
 SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -138,30 +136,29 @@ def data_of(samples: Any, task: str = "own.py:task") -> Data:
 @functools.cache
 def alone(kind: str) -> list[torch.Tensor]:
     """Return the parameters after plain training: one process, no DDP, the mean over what counts."""
-    samples, model = KINDS[kind].samples(), double(KINDS[kind].model)
-    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-    for epoch in range(EPOCHS):
-        for indices in torch.tensor(Plan(SAMPLES, BATCH).order(epoch)).split(BATCH):
-            batch = samples.collate([samples[int(index)] for index in indices])
-            total, count = KINDS[kind].task(KINDS[kind].forward(model, batch), batch)
-            optimizer.zero_grad()
-            (total / count).backward()
-            optimizer.step()
+    samples, make = KINDS[kind].samples(), KINDS[kind].model
+
+    def mean(model: nn.Module, indices: list[int]) -> torch.Tensor:
+        batch = samples.collate([samples[index] for index in indices])
+        total, count = KINDS[kind].task(KINDS[kind].forward(model, batch), batch)
+        return total / count
+
+    batches = trainings.batches_of(TEXTS, BATCH, EPOCHS)
+    losses = (functools.partial(mean, indices=batch) for batch in batches)
+    model = trainings.descended(double(make), losses, **SETTINGS)
     return [parameter.detach() for parameter in model.parameters()]
 
 
 def on_ranks(rank: int, size: int, kind: str, settings: dict[str, Any]) -> tuple[float, Any, float]:
     """Return how far the parameters are from those of one process, and the score of an evaluation."""
-    samples, make, loss, _ = KINDS[kind]
+    samples, make, loss, forward = KINDS[kind]
     is_texts = kind == "padded texts"
     data = data_of(samples(), "classification" if is_texts else "own.py:task")
-    usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS}
-    config = TrainConfig(**usual, **SETTINGS, **settings)
-    own = types.SimpleNamespace(loss=loss, forward=lambda model, batch: KINDS[kind].forward(model, batch))
-    task = tasks.build(config, data) if is_texts else tasks.adapt(own, "own.py:task")
-    place = trainings.place(rank, size)
-    preflight.check(config, data, double(make), place, task)
-    trainer = Trainer(config, data, double(make), place, task)
+    own = types.SimpleNamespace(loss=loss, forward=forward)
+    task = None if is_texts else tasks.adapt(own, "own.py:task")
+    settings = {"batch_size": BATCH, "epochs": EPOCHS, **SETTINGS, **settings}
+    trainings.check(double(make), data, size, rank=rank, own_task=task, **settings)
+    trainer = trainings.trainer(rank, size, data, double(make), task, **settings)
     for _ in range(EPOCHS):
         trained = trainings.finish_epoch(trainer)
     far = trainings.farthest((p.detach() for p in trainer.ddp.parameters()), alone(kind))
@@ -197,32 +194,13 @@ def test_what_collate_draws_is_keyed_by_the_samples_and_leaves_the_generators_al
     assert not torch.equal(again[0], one[0])
 
 
-def masked(rank: int, size: int, folder: str) -> dict[int, list[str]]:
-    """Return what differs after a resume in the middle of an epoch."""
-    _, differs = runs.straight_and_resumed(rank, size, _texts, folder, {"lr": 0.1}, (2,), _masked)
-    return differs
-
-
-def _texts() -> nn.Module:
-    return OfTexts().double()
-
-
-def _masked() -> Data:
-    return data_of(Masked(), "classification")
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_run_whose_collate_draws_resumes_bit_for_bit(run_ranks, tmp_path, size):
-    assert run_ranks(size, masked, str(tmp_path))[0] == {2: []}
-
-
 # ---- whose function makes the batches -------------------------------------------------------------------
 
 OWN = """
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from tests.ranks.ragged import OfTexts, Ragged
+from tests.ranks.runs import OfTexts, Ragged
 
 class Plain(Dataset):
     classes = Ragged.classes
@@ -254,12 +232,6 @@ def mapping():
         def collate(self, samples): return {"texts": Ragged.collate(samples)}
     return Mapping(), Mapping()
 """
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
-    return str(tmp_path / "own.py")
 
 
 def prepared(own: str, data: str, task: str = "classification") -> tuple[TrainConfig, Data, Any]:
@@ -318,10 +290,9 @@ class Lists(nn.Linear):
 
 
 def test_a_model_whose_mean_is_of_an_unknown_number_of_samples_is_refused():
-    config = TrainConfig(task="model-loss", batch_size=3, optimizer="sgd")
-    data = data_of(Boxes(), "model-loss")
+    settings = {"task": "model-loss", "batch_size": 3, "optimizer": "sgd"}
     with pytest.raises(UsageFault, match="--task model-loss: finds 3 samples in a batch of 1"):
-        preflight.check(config, data, Lists(3, 1).double(), trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(Lists(3, 1).double(), data_of(Boxes(), "model-loss"), **settings)
 
 
 def another_on_one_rank(rank: int, size: int) -> Any:
@@ -436,7 +407,7 @@ def test_an_evaluation_of_ones_own_takes_a_function_too():
     found = metrics.evaluate(
         model, Ragged(), of_labels, forward=lambda m, b: m(*b[:2]), batch_size=4, collate=Ragged.collate
     )
-    alone = (Ragged.collate([Ragged()[index]]) for index in range(SAMPLES))
+    alone = (Ragged.collate([Ragged()[index]]) for index in range(TEXTS))
     with torch.no_grad():
         one_by_one = [of_labels(model(*batch[:2]), batch)[0] for batch in alone]
-    assert found.loss == pytest.approx(float(sum(one_by_one)) / SAMPLES, rel=1e-12)
+    assert found.loss == pytest.approx(float(sum(one_by_one)) / TEXTS, rel=1e-12)

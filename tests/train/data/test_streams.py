@@ -12,6 +12,7 @@ import random
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from train.data.batches import load
 from train.data.data_set import Data
 from train.data.stream import Stream, is_stream, listed
 from train.tasks import builtin as tasks
-from train.trainer import preflight
 from train.trainer.feed import Feed
 from train.trainer.progress import Progress
 
@@ -106,6 +106,7 @@ def run(
     rank: int, size: int, folder: str, shape: str, kind: Any, settings: dict[str, Any], window: int = 1
 ) -> str:
     usual = {"epochs": 2, "batch_size": BATCH, "lr": 0.3, "scheduler": "none", "prove_every": 1}
+    usual["decay_norms"] = True
     data = stream(shape, kind, window=window)
     return runs.outcome(rank, size, data, trainings.seeded(linear), {"out": folder, **usual, **settings})
 
@@ -135,16 +136,13 @@ def of_epochs(steps: dict[int, dict[int, str]]) -> list[list[str]]:
 
 def reference(batches: list[list[int]]) -> nn.Module:
     """Return the model after plain SGD in one process, on the means of these batches."""
-    model = trainings.seeded(linear)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=1e-4)
-    optimizer.param_groups[0]["params"] = [model.weight]
-    optimizer.add_param_group({"params": [model.bias], "weight_decay": 0.0})
-    for batch in filter(None, batches):
+
+    def mean(model: nn.Module, batch: list[int]) -> torch.Tensor:
         inputs, labels = zip(*map(sample, batch), strict=True)
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.stack(inputs)), torch.tensor(labels)).backward()
-        optimizer.step()
-    return model
+        return F.cross_entropy(model(torch.stack(inputs)), torch.tensor(labels))
+
+    losses = (partial(mean, batch=batch) for batch in batches if batch)
+    return trainings.descended(trainings.seeded(linear), losses, lr=0.3, momentum=0.9, weight_decay=1e-4)
 
 
 def in_turn(shape: str) -> list[list[int]]:
@@ -441,58 +439,51 @@ def test_what_is_drawn_from_the_seeded_generators_is_the_same_on_any_number_of_r
 
 
 def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processes_read_it(capsys):
-    data, place = stream("one", Drawn), trainings.place(0, 1)
-    task = tasks.build(TrainConfig(), data)
+    data = stream("one", Drawn)
     for settings, ranks in (({}, 2), ({"workers": 2}, 1)):
-        config = TrainConfig(scheduler="none", **settings)
         with pytest.raises(UsageFault, match="gives other samples each time it is read"):
-            preflight.check(config, data, linear(), replace(place, world_size=ranks), task)
-    preflight.check(TrainConfig(scheduler="none"), data, linear(), place, task)
+            trainings.check(linear(), data, ranks, scheduler="none", **settings)
+    trainings.check(linear(), data, scheduler="none")
     assert "read as a check, are lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{"block_size": 8}, {"shuffle_window": 8}])
 def test_settings_of_streams_are_refused_where_they_would_change_nothing(settings):
-    config = TrainConfig(**settings)
-    data = data_set.load(config)
+    data = data_set.load(TrainConfig(**settings))
     (name,) = settings
     with pytest.raises(UsageFault, match=f"--{name.replace('_', '-')}: --data digits has samples by index"):
-        preflight.check(config, data, nn.Linear(2, 2), trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(nn.Linear(2, 2), data, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
-    [
-        ({}, "does not say its length, which --scheduler cosine needs"),
-        ({"scheduler": "none", "warmup": Every(1, "epochs")}, "does not say its length"),
-        ({"scheduler": "none", "sampler": "torch"}, "--sampler torch needs samples by number"),
-        ({"scheduler": "none", "drop_last": True}, "--drop-last needs samples by number"),
-        ({"scheduler": "none", "mixup": 0.5}, "--mixup"),
-        ({"scheduler": "none", "rank_share": "auto"}, "--rank-share auto needs samples by number"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "wrong"), [
+    ({}, "does not say its length, which --scheduler cosine needs"),
+    ({"scheduler": "none", "warmup": Every(1, "epochs")}, "does not say its length"),
+    ({"scheduler": "none", "sampler": "torch"}, "--sampler torch needs samples by number"),
+    ({"scheduler": "none", "drop_last": True}, "--drop-last needs samples by number"),
+    ({"scheduler": "none", "mixup": 0.5}, "--mixup"),
+    ({"scheduler": "none", "rank_share": "auto"}, "--rank-share auto needs samples by number"),
+])  # fmt: skip
 def test_settings_that_need_the_numbers_of_samples_are_refused(settings, wrong):
-    data, config = stream("one"), TrainConfig(**settings)
     with pytest.raises(UsageFault, match=wrong):
-        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(linear(), stream("one"), **settings)
 
 
 @pytest.mark.parametrize(
     "settings", [{"best": "loss"}, {"keep_best": 2}, {"stop_early": 3}, {"also_test": ("ood=fake:9",)}]
 )
 def test_what_needs_scores_is_refused_where_nothing_is_scored(settings):
-    data, config = stream("one"), TrainConfig(scheduler="none", **settings)
     (name,) = settings
     with pytest.raises(UsageFault, match=f"--{name.replace('_', '-')}: --data digits has no test samples"):
-        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(linear(), stream("one"), scheduler="none", **settings)
 
 
 def test_a_schedule_longer_than_the_stream_says_it_is_is_refused():
-    data, config = stream("one"), TrainConfig(scheduler="none", warmup=Every(99, "steps"), batch_size=BATCH)
-    preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+    data = stream("one")
+    settings: dict[str, Any] = {"scheduler": "none", "warmup": Every(99, "steps"), "batch_size": BATCH}
+    trainings.check(linear(), data, **settings)
     data.train.length = SAMPLES
     with pytest.raises(UsageFault, match="--warmup 99steps: is 99 steps, but the whole training has only 60"):
-        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(linear(), data, **settings)
 
 
 def run_longer_than_said(rank: int, size: int, folder: str) -> str:

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ckpttool.distributed import processes
 from ckpttool.distributed.group import Place, find_place, process_group
 from tests.ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
 from tests.support.run_log import epochs_of
 from train import main
+from train.launch import program
 
 WAYS = {
     "torchrun by path": ([*TORCHRUN, "2", "train/main.py"], 2),
@@ -115,15 +117,12 @@ def model(num_classes):
 """
 
 
-@pytest.mark.parametrize(
-    ("where", "named", "ranks"),
-    [
-        ("next to own.py", "file", []),
-        ("next to own.py", "module", []),
-        # as the library `evaluate` may be
-        pytest.param("installed", "file", ["--spawn", "2"], marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("where", "named", "ranks"), [
+    ("next to own.py", "file", []),
+    ("next to own.py", "module", []),
+    # as the library `evaluate` may be
+    pytest.param("installed", "file", ["--spawn", "2"], marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_user_s_modules_are_found_before_the_trainer_s(tmp_path, where, named, ranks):
     assert {"data", "config", "model", "tasks", "log", "run", "main", "evaluate", "plot"} <= set(NAMES)
     (tmp_path / "own.py").write_text(OWN.format(names=NAMES))
@@ -134,8 +133,8 @@ def test_a_user_s_modules_are_found_before_the_trainer_s(tmp_path, where, named,
     spec = f"{tmp_path}/own.py" if named == "file" else "own"
     own_code = ["--data", f"{spec}:data", "--model", f"{spec}:model", "--workers", "1", *ranks]
     flags = ["--batch-size", "4", "--epochs", "1", "--out", "run"]
-    for program in (["main.py", *flags], ["evaluate.py", "run/last.pt"]):
-        command = [sys.executable, str(ROOT / "train" / program[0]), *program[1:], *own_code]
+    for script, *given in (["main.py", *flags], ["evaluate.py", "run/last.pt"]):
+        command = [sys.executable, str(ROOT / "train" / script), *given, *own_code]
         # A rank that is a fork of its launcher would take the trainer's folder off the path no second time.
         done = start(command, tmp_path, anew=bool(ranks), PYTHONPATH=str(folder))
         assert done.returncode == 0, done.stderr
@@ -154,14 +153,11 @@ def test_a_clone_runs_its_own_packages_whichever_are_installed(tmp_path, program
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("main.py", "torch is not installed"),
-        ("evaluate.py x.pt --model simple-cnn", "torch is not installed"),
-        ("plot.py run -o run.png", "train/plot.py needs matplotlib, which is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("command", "said"), [
+    ("main.py", "torch is not installed"),
+    ("evaluate.py x.pt --model simple-cnn", "torch is not installed"),
+    ("plot.py run -o run.png", "train/plot.py needs matplotlib, which is not installed"),
+])  # fmt: skip
 def test_a_clone_that_is_not_installed_says_what_is_missing(command, said):
     script, *arguments = command.split()
     without_packages = [sys.executable, "-S", f"{ROOT}/train/{script}", *arguments]
@@ -222,3 +218,90 @@ def test_one_process_has_a_process_group_without_torchrun_or_a_port(monkeypatch)
     with process_group(Place(0, 1, "gloo", torch.device("cpu")), timeout=5):
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     assert not dist.is_initialized()
+
+
+# ---- how many threads a rank computes with -------------------------------------------------------------
+
+
+TELLS = """
+import os, sys
+from ckpttool.distributed import processes
+processes.usable_cores = lambda: 6
+from train.launch import program
+threads = program.threads()
+assert "torch" not in sys.modules  # which takes seconds
+if os.environ["RANK"] == "0":  # the others would only repeat it
+    program.set_threads()
+    import torch
+    threads = f"{threads} {torch.get_num_threads()}"
+open(sys.argv[1] + os.environ["RANK"], "w").write(f"{threads}")
+"""
+
+# The group of a process, the files of groups, and the cores that they leave.
+OLD, QUOTA, PERIOD = "4:cpu,cpuacct:/a\n0::/\n", "cpu.cfs_quota_us", "cpu.cfs_period_us"
+GROUPS: list[tuple[str, dict[str, str], float | None]] = [
+    ("0::/\n", {}, None),
+    ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+    ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
+    ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+    ("0::/../other\n", {"cpu.max": "100000 100000\n"}, 1.0),
+    (OLD, {f"cpu,cpuacct/a/{QUOTA}": "50000\n"}, None),
+    (OLD, {f"cpu,cpuacct/a/{QUOTA}": "50000\n", f"cpu,cpuacct/a/{PERIOD}": "100000\n"}, 0.5),
+    ("1:cpu:/\n", {f"cpu/{QUOTA}": "-1\n", f"cpu/{PERIOD}": "100000\n"}, None),
+    ("0::/\n", {"cpu.max": "odd\n"}, None),
+    ("0::/\n", {"cpu.max": "100 0\n"}, None),
+    ("", {}, None),
+]
+
+
+@pytest.mark.parametrize(("groups", "files", "cores"), GROUPS)
+def test_the_quota_of_a_control_group_is_read(tmp_path, groups, files, cores):
+    for name, text in {
+        "of_process": groups,
+        **{f"root/{name}": text for name, text in files.items()},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert processes.quota(str(tmp_path / "of_process"), str(tmp_path / "root")) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (2.9, 2), (0.5, 1), (64.0, 8)])
+def test_the_cores_are_those_of_the_affinity_and_of_the_quota(monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(processes, "quota", lambda: quota)
+    assert processes.usable_cores() == cores
+
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+ENVIRONMENTS: list[tuple[dict[str, str], int | None]] = [
+    ({}, 12),
+    ({"LOCAL_WORLD_SIZE": "5"}, 2),
+    ({"LOCAL_WORLD_SIZE": "16"}, 1),
+    ({"OMP_NUM_THREADS": "7"}, None),
+    ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, None),
+    ({"MKL_NUM_THREADS": "3"}, None),
+]
+
+
+@pytest.mark.parametrize(("given", "threads"), ENVIRONMENTS)
+def test_a_rank_takes_its_part_of_the_cores_unless_the_user_has_said_how_many(monkeypatch, given, threads):
+    taken: list[Any] = []
+    others = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    monkeypatch.setattr(os, "environ", {**others, **given})
+    monkeypatch.setattr(program, "usable_cores", lambda: 12)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    program.set_threads()
+    assert (program.threads(), taken) == (threads, [threads] * (threads is not None))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, ["3 3", "3"]), ({"OMP_NUM_THREADS": "1"}, ["None 1", "None"])]
+)
+def test_torchruns_default_of_one_thread_is_told_from_the_users(tmp_path, given, threads):
+    """Both reach the rank as OMP_NUM_THREADS=1."""
+    (tmp_path / "tells.py").write_text(TELLS)
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    command = [*TORCHRUN, "2", str(tmp_path / "tells.py"), f"{tmp_path}/threads"]
+    subprocess.run(command, cwd=ROOT, env=inherited | given, check=True, timeout=100, capture_output=True)
+    assert [(tmp_path / f"threads{rank}").read_text() for rank in range(2)] == threads

@@ -38,19 +38,16 @@ class Tied(nn.Module):
 # ---- units ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "classes", "expected"),
-    [
-        (resnet20, (), [f"layer{stage}.{block}" for stage in (1, 2, 3) for block in range(3)]),
-        (resnet20, ("BatchNorm2d",), 19),
-        (runs.steady, ("Block", "Linear"), ["blocks.0", "blocks.1", "head"]),
-        (runs.steady, ("Sequential", "Block"), ["blocks", "blocks.0", "blocks.1"]),  # one in the other
-        (runs.steady, ("ReLU",), None),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), ("ReLU",), []),  # without parameters
-        (lambda: nn.Linear(4, 4), (), []),
-        (Tied, (), ["blocks.2"]),
-    ],
-)
+@pytest.mark.parametrize(("make", "classes", "expected"), [
+    (resnet20, (), [f"layer{stage}.{block}" for stage in (1, 2, 3) for block in range(3)]),
+    (resnet20, ("BatchNorm2d",), 19),
+    (runs.steady, ("Block", "Linear"), ["blocks.0", "blocks.1", "head"]),
+    (runs.steady, ("Sequential", "Block"), ["blocks", "blocks.0", "blocks.1"]),  # one in the other
+    (runs.steady, ("ReLU",), None),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), ("ReLU",), []),  # without parameters
+    (lambda: nn.Linear(4, 4), (), []),
+    (Tied, (), ["blocks.2"]),
+])  # fmt: skip
 def test_the_units_are_the_blocks_or_the_modules_of_the_named_classes(make, classes, expected):
     if expected is None:
         with pytest.raises(UsageFault, match="has no module of this class") as fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import torch
 import torch._dynamo  # the first DDP would import it inside a process group, which it then keeps
 import torch.distributed as dist
 
+from ckpttool.distributed import collectives
 from ckpttool.distributed.collectives import RankFailed
 from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, RanksDiffer
@@ -27,23 +29,22 @@ from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, own_model, start
 from train import main
 from train.config import command_line
+from train.config.flags import Every
 from train.config.sections import TrainConfig
 from train.launch import program as launch
+from train.model.updater import total_steps
 from train.run import report
-from train.run.run import Job
+from train.run.run import Due, Job, Limits
+from train.trainer.progress import Progress
 from train.trainer.trainer import Trainer
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="this is known of processes on Linux")
 
 
-@pytest.mark.parametrize(
-    ("command", "said", "code"),
-    [
-        (["train/main.py", "--data", "fake:0", "--out", "{}/x"], "error: --data fake:0", 2),
-        (["train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"], "nowhere.pt: no such file", 3),
-    ],
-    ids=["refused flags", "missing checkpoint"],
-)
+@pytest.mark.parametrize(("command", "said", "code"), [
+    (["train/main.py", "--data", "fake:0", "--out", "{}/x"], "error: --data fake:0", 2),
+    (["train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"], "nowhere.pt: no such file", 3),
+], ids=["refused flags", "missing checkpoint"])  # fmt: skip
 def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path, command, said, code):
     done = start([*TORCHRUN, "2", *(word.format(tmp_path) for word in command)])
     assert done.returncode == 1  # torchrun's own
@@ -60,14 +61,10 @@ def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "said"),
-    [
-        ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
-        ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL\n"),
-    ],
-    ids=["raises", "killed"],
-)
+@pytest.mark.parametrize(("how", "code", "said"), [
+    ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
+    ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL\n"),
+], ids=["raises", "killed"])  # fmt: skip
 def test_a_rank_that_fails_ends_the_others_and_only_it_has_a_traceback(tmp_path, how, code, said):
     own = own_model(tmp_path, how, "torch.is_grad_enabled() and rank == '1'")
     model = ["--model", own, "--out", str(tmp_path / "x")]
@@ -263,15 +260,12 @@ def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("error", "rank", "waits"),
-    [
-        (CkptToolError("own"), "1", False),
-        (RankFailed("of another"), "1", True),
-        (RanksDiffer("all know"), "0", False),
-        (RanksDiffer("all know"), "1", True),
-    ],
-)
+@pytest.mark.parametrize(("error", "rank", "waits"), [
+    (CkptToolError("own"), "1", False),
+    (RankFailed("of another"), "1", True),
+    (RanksDiffer("all know"), "0", False),
+    (RanksDiffer("all know"), "1", True),
+])  # fmt: skip
 def test_a_rank_that_repeats_an_error_waits_for_the_rank_that_had_it(monkeypatch, error, rank, waits):
     slept: list[float] = []
     monkeypatch.setenv("RANK", rank)
@@ -298,3 +292,92 @@ def test_a_rank_that_cant_join_the_group_says_so(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith("error: rank 0 could not join the others: ")
     assert "MASTER_PORT" in said and said.count("\n") == 1
+
+
+# ---- when a run evaluates, saves and ends --------------------------------------------------------------
+
+
+STEPS = 4
+
+
+def clock(speed: float = 1.0) -> Callable[[], float]:
+    """Return a clock that goes on by some seconds whenever it is read."""
+    return itertools.count(speed, speed).__next__
+
+
+def position(global_step: int) -> Progress:
+    """Return the position after a step, in which an epoch that ends is not counted yet."""
+    epoch = (global_step - 1) // STEPS
+    return Progress(epoch=epoch, step=global_step - epoch * STEPS, global_step=global_step)
+
+
+FAR = {"epochs": 9}
+COURSES: dict[str, tuple[dict[str, Any], float, list[int], list[int], str]] = {
+    "each epoch, and the last one ends it": ({"epochs": 3}, 1, [4, 8, 12], [4, 8, 12], "--epochs"),
+    "counted from the beginning of the training": (
+        {**FAR, "eval_every": Every(3, "steps"), "save_every": Every(2, "epochs")}, 1, [3, 6, 9, 12], [8], ""
+    ),
+    "the end is evaluated and saved whatever the intervals": (
+        {"epochs": 2, "eval_every": Every(5, "epochs"), "save_every": Every(1, "h")}, 1, [8], [8], "--epochs"
+    ),
+    "--max-steps in the middle of an epoch": ({**FAR, "max_steps": 6}, 1, [4, 6], [4, 6], "--max-steps"),
+    "--max-time saves and does not evaluate": ({**FAR, "max_time": 4.5}, 1, [4], [4, 5], "--max-time"),
+    "a time since the last save": ({**FAR, "save_every": Every(3, "s")}, 1, [4, 8, 12], [3, 6, 9, 12], ""),
+    "a time in minutes": ({**FAR, "save_every": Every(1, "min")}, 40, [4, 8], [2, 4, 6, 8], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_what_is_due_after_each_step(course):
+    settings, speed, evaluated, saved, end = COURSES[course]
+    limits = Limits(TrainConfig(**settings), lambda: STEPS, clock(speed))
+    last = max(evaluated + saved)
+    found = {step: limits.due(position(step)) for step in range(1, last + 1)}
+    assert [step for step, due in found.items() if due.evaluate] == evaluated
+    assert [step for step, due in found.items() if due.save] == saved
+    assert {step: due.end for step, due in found.items() if due.end} == ({last: end} if end else {})
+
+
+def test_a_training_that_has_all_its_steps_is_over_before_it_begins():
+    limits = Limits(TrainConfig(epochs=2, max_steps=6), lambda: STEPS)
+    assert not limits.is_over(position(5))
+    assert limits.is_over(position(6))
+    assert limits.is_over(Progress(epoch=2, step=0, global_step=5))
+    assert not limits.is_over(Progress())
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_end_of_an_epoch_is_seen_whether_it_is_counted_or_not(counted):
+    limits = Limits(TrainConfig(epochs=3), lambda: STEPS)
+    at = Progress(epoch=1, step=0, global_step=4) if counted else position(4)
+    assert limits.due(at) == Due(evaluate=True, save=True)
+
+
+def test_the_schedule_is_as_long_as_the_training():
+    assert total_steps(TrainConfig(epochs=3), STEPS) == 12
+    assert total_steps(TrainConfig(epochs=3, max_steps=7), STEPS) == 7
+    assert total_steps(TrainConfig(epochs=3, max_steps=70), STEPS) == 12
+    assert total_steps(TrainConfig(epochs=3, max_time=1.0), STEPS) == 12
+
+
+def on_rank(rank: int, world_size: int) -> list[Due]:
+    config = TrainConfig(epochs=99, max_time=9.5, save_every=Every(4, "s"))
+    limits = Limits(config, lambda: STEPS, clock(1.0 + 50 * rank))
+    return [limits.due(position(step)) for step in range(1, 12)]
+
+
+def test_rank_0_s_clock_decides_for_all_ranks(run_ranks):
+    first, *others = run_ranks(3, on_rank)
+    assert [due.save for due in first[:8]] == [False, False, False, True] * 2
+    assert [due.end for due in first].index("--max-time") == 9
+    assert all(other == first for other in others)
+
+
+def never_asked(rank: int, world_size: int) -> bool:
+    if rank == 0:  # alone: a collective would wait for the others
+        Limits(TrainConfig(epochs=3), lambda: STEPS).due(position(1))
+    return collectives.world_size() == world_size
+
+
+def test_nothing_is_sent_without_a_time(run_ranks):
+    assert run_ranks(2, never_asked) == [True, True]

@@ -48,8 +48,7 @@ def test_force_clears_a_runs_own_files_and_no_others(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000008.pt", "step-000009.pt", "step-x.pt"]
 
 
-def test_without_out_each_run_has_a_new_folder_named_by_the_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_without_out_each_run_has_a_new_folder_named_by_the_time(here):
     names = [claim(TrainConfig(), "20260101-120000") for _ in range(3)]
     assert names == [os.path.join("runs", f"20260101-120000{end}") for end in ("", "-2", "-3")]
 
@@ -80,7 +79,7 @@ def test_two_runs_in_one_folder_are_refused_whatever_the_flags(tmp_path):
 def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_outlives_it(tmp_path):
     code = (
         "import os, sys, time; from train.run import folder as run_folder\n"
-        "from train.config.training import TrainConfig\n"
+        "from train.config.sections import TrainConfig\n"
         f"with run_folder.claimed(TrainConfig(out={str(tmp_path)!r}), 'now'):\n"
         "    child = os.fork()\n"
         "    if not child: time.sleep(60)\n"
@@ -245,14 +244,11 @@ def test_other_ranks_touch_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "[]", "null", '{"flags": 1}', '{"flags": "x", "failed": 3, "step": "y"}'),
-        *("[" * 100_000, '{"a":' * 100_000, "1" * 100_000, '{"failed": [' + "9," * 10**6),
-        *(f'{{"flags": FLAGS, "failed": [9, 9], "step": {step}}}' for step in ("1e400", "NaN", "true")),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    *("", "{", "[]", "null", '{"flags": 1}', '{"flags": "x", "failed": 3, "step": "y"}'),
+    *("[" * 100_000, '{"a":' * 100_000, "1" * 100_000, '{"failed": [' + "9," * 10**6),
+    *(f'{{"flags": FLAGS, "failed": [9, 9], "step": {step}}}' for step in ("1e400", "NaN", "true")),
+])  # fmt: skip
 def test_a_file_that_is_damaged_counts_nothing(tmp_path, text):
     attempt(tmp_path, 9)
     flags = json.loads((tmp_path / FILE).read_text())["flags"]

@@ -173,15 +173,14 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_its_failures_are_said_three_times_and_no_step_is_lost(tmp_path, monkeypatch, capsys, own):
-    monkeypatch.chdir(tmp_path)
+def test_its_failures_are_said_three_times_and_no_step_is_lost(here, capsys, own):
     given = ["--data", "fake:20", "--batch-size", "4", "--epochs", "1", "--every", "1", f"{own}:failing"]
     assert main.main([*given, "--out", "run"]) == 0
     said = capsys.readouterr().err
     assert said.count("warning: --every ") == 3 and said.count("later failures are only in the log") == 1
     assert "in step 1: SystemExit: on purpose (at " in said and "in step 2: ZeroDivisionError: " in said
     assert sum(entry.get("event") == "hook failed" for entry in entries_of(Path("run"))) == 5
-    assert Path.cwd() == tmp_path
+    assert Path.cwd() == here
 
 
 def test_a_spec_may_have_arguments(run_ranks, tmp_path, own):

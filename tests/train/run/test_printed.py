@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
 import shlex
 import struct
+import subprocess
 import sys
 import termios
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ckpttool.distributed.plan import Plan
+from tests.ranks import runs
 from tests.ranks.forked import Program
-from tests.ranks.programs import ROOT, TORCHRUN, environment, start
+from tests.ranks.programs import TORCHRUN, environment, start
+from tests.support.run_log import entries_of, epochs_of
+from tests.support.running import ROOT
+from train import console
 from train.config import command_line
 from train.config.sections import TrainConfig
+from train.data import data_set
+from train.log import step_log
+from train.log.step_log import Work
 from train.main import main
 from train.run import preview, report
+from train.run.report import BEST_MARK, Bar, Clock, Column, ScoreTable, describe, in_hours
+from train.trainer.trainer import Trainer
 
 
 def seen(capsys: Any, *flags: str) -> str:
@@ -141,6 +158,63 @@ def data():
 
 def model():
     return nn.Linear(4, 1)
+
+
+def images(size):
+    return TensorDataset(torch.zeros(size, 1, 8, 8), torch.arange(size) % 2)
+
+def alone():
+    return images(12)
+
+def both():
+    return images(1200), images(4)
+
+class Stream:
+    classes = ["a", "b"]
+
+    def __init__(self, *samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples * 9)
+
+class Sized(Stream):
+    def __len__(self):
+        return 1200
+
+class Positioned(Stream):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+IMAGE = torch.zeros(1, 8, 8), 1
+
+def stream():
+    return Stream(IMAGE, IMAGE)
+
+def tested():
+    return Sized(IMAGE, IMAGE), images(4)
+
+def positioned():
+    return Positioned(IMAGE, IMAGE)
+
+def documents(kind=Stream):
+    made = kind([1, 2, 3, 4, 5], [1, 2])
+    made.classes = []
+    return made
+
+def held():
+    return documents(Positioned), documents()
+
+class Texts(Stream):
+    def collate(self, samples):
+        texts = [torch.tensor(text) for text, _ in samples]
+        return torch.nn.utils.rnn.pad_sequence(texts).T, torch.tensor([label for _, label in samples])
+
+def texts():
+    return Texts(([1, 2], 0), ([1], 1))
 """
 
 
@@ -220,3 +294,265 @@ def test_a_command_is_broken_between_paths_in_a_narrow_terminal(monkeypatch):
     broken = "".join(f" \\\n      runs{path}" for path in paths)
     assert command_line.to_paste(words.split()) == f"  {program}{broken}"
     assert command_line.to_paste(["ckpttool"]) == "  ckpttool"
+
+
+# ---- the head of a report says what the data are -------------------------------------------------------
+
+
+LANGUAGE = {"task": "language-model", "block_size": 4}
+
+
+@pytest.mark.parametrize(("factory", "settings", "said"), [
+    ("both", {}, "1,200 training and 4 test samples of 1×8×8, 2 classes"),
+    ("alone", {}, "12 training samples of 1×8×8, no test samples, 2 classes"),
+    ("alone", {"test": "both"}, "12 training and 4 test samples of 1×8×8, 2 classes"),
+    (
+        "stream",
+        {},
+        "a stream of samples of 1×8×8 that does not know its position, no test samples, 2 classes",
+    ),
+    (
+        "tested",
+        {},
+        "a stream of 1,200 samples of 1×8×8 that does not know its position, 4 test samples, 2 classes",
+    ),
+    ("positioned", {}, "a stream of samples of 1×8×8, no test samples, 2 classes"),
+    ("texts", {}, "a stream of samples that does not know its position, no test samples, 2 classes"),
+    (
+        "documents",
+        LANGUAGE,
+        "a stream of packed blocks of 4 tokens that does not know its position, no test samples",
+    ),
+    ("held", LANGUAGE, "a stream of packed blocks of 4 tokens, 16 test samples"),
+])  # fmt: skip
+def test_data_are_described_as_they_are(own, factory, settings, said):
+    settings = dict(settings)
+    test_data = f"{own}:{settings.pop('test')}" if "test" in settings else None
+    data = data_set.load(TrainConfig(data=f"{own}:{factory}", test_data=test_data, **settings))
+    assert describe(data) == said
+
+
+# ---- columns that do not fit a terminal give way in an order, and are named ----------------------------
+
+
+TEXTS = ["2.3076", "97.50%", "2.3037", "100.00%", "(8123/10000)", "1234.5"]
+CELLS: dict[Column | str, str] = {**dict(zip(Column, TEXTS, strict=True)), "mae": "1.234e-05"}
+
+
+@pytest.mark.parametrize(("width", "hidden"), [
+    (120, []),
+    (78, []),
+    (77, ["correct of all"]),
+    (60, ["correct of all", "seconds"]),
+    (50, ["correct of all", "seconds", "train correct"]),
+    (40, ["correct of all", "seconds", "train correct", "train loss"]),
+])  # fmt: skip
+def test_columns_give_way_to_the_width_and_are_named(width, hidden):
+    table = ScoreTable(7, None, width)
+    line = table.line("3/10", CELLS, best=True)
+    assert table.hidden == hidden
+    assert len(line) <= width and line.endswith(BEST_MARK)
+    assert len(table.heading()) == len(line) - len(BEST_MARK)
+    assert line.split() == [
+        "3/10",
+        *(text for column, text in zip(Column, TEXTS, strict=True) if column.value[0] not in hidden),
+        "best",
+    ]
+
+
+def test_the_metrics_of_a_task_give_way_from_the_last_and_before_the_seconds():
+    assert ScoreTable(7, ["mse", "mae", "r2"], 80).hidden == []
+    assert ScoreTable(7, ["mse", "mae", "r2"], 70).hidden == ["r2"]
+    table = ScoreTable(7, ["mse", "mae"], 57)
+    assert table.hidden == ["mae"]
+    assert table.heading().split() == ["epoch", "train", "loss", "test", "loss", "mse", "seconds"]
+
+
+def test_what_has_no_score_stays_empty_below_its_head():
+    table = ScoreTable(7, None, 80)
+    line = table.line("1/2", {Column.TEST_LOSS: "2.3037"}, best=False)
+    assert line.split() == ["1/2", "2.3037"]
+    assert line.index("2.3037") + 6 == table.heading().index("test loss") + len("test loss")
+
+
+def test_a_metric_may_have_the_name_of_another_column():
+    table = ScoreTable(7, ["seconds", "train loss"], 120)
+    cells = CELLS | {"seconds": "0.5", "train loss": "0.25"}
+    assert table.line("1/2", cells, best=False).split() == [
+        "1/2",
+        "2.3076",
+        "2.3037",
+        "0.5",
+        "0.25",
+        "1234.5",
+    ]
+
+
+# ---- the figures behind the bar ------------------------------------------------------------------------
+
+
+def test_seconds_of_training_and_of_evaluations_are_told_apart():
+    clock = Clock()
+
+    def steps() -> Iterator[None]:
+        for _ in range(3):
+            time.sleep(0.05)
+            yield
+
+    for _ in clock.training(steps()):
+        time.sleep(0.02)  # a save, say
+        with clock.evaluating():
+            time.sleep(0.03)
+    times = clock.times()
+    assert times["train_seconds"] >= 0.15 and times["evaluate_seconds"] >= 0.09
+    assert times["seconds"] >= times["train_seconds"] + times["evaluate_seconds"] + 0.05
+
+
+def slowly_scored(rank: int, size: int, folder: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        score = Trainer.scores
+        patch.setattr(Trainer, "scores", lambda self: (time.sleep(0.2), score(self))[1])
+        return runs.run(rank, size, runs.steady, folder, {"eval_every": runs.Every(1, "steps")})
+
+
+def test_the_log_has_the_seconds_of_each_epochs_training_and_evaluations(run_ranks, tmp_path):
+    run_ranks(2, slowly_scored, str(tmp_path))
+    for epoch in epochs_of(tmp_path):
+        assert epoch["evaluate_seconds"] >= 0.6  # three evaluations
+        assert 0 < epoch["train_seconds"] <= epoch["seconds"] - epoch["evaluate_seconds"]
+
+
+# ---- FLOPs, memory, the bar ----------------------------------------------------------------------------
+
+
+def test_the_operations_of_a_pass_are_those_that_paper_and_pencil_give():
+    model, inputs = nn.Linear(30, 20, bias=False), torch.rand(5, 30, requires_grad=True)
+    flops = step_log.flops_of(lambda: model(inputs).sum().backward())
+    assert flops == 3 * 2 * 5 * 30 * 20  # forward, and the gradients of weights and of inputs
+    assert step_log.flops_of(lambda: torch.ones(3).sum()) is None
+    assert step_log.flops_of(lambda: 1 / 0) is None
+
+
+def test_rates_are_of_all_ranks_and_left_out_where_they_are_not_known():
+    assert Work().rates(10, 10, 2.0) == {}
+    known = Work("tokens", flops=1000, peak=50_000.0).rates(10, 640, 2.0)
+    assert known == {"tokens_per_second": 320.0, "flops_per_second": 5000.0, "mfu": 0.1}
+
+
+@pytest.mark.parametrize(("name", "amp", "peak"), [
+    ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+    ("NVIDIA H100 PCIe", "bf16", 756e12),
+    ("NVIDIA A100-SXM4-40GB", "none", 19.5e12),
+    ("Tesla T4", "fp16", 65e12),
+    ("NVIDIA L40S", "bf16", 362e12),
+    ("Radeon", "bf16", None),
+])  # fmt: skip
+def test_the_peak_of_a_gpu_is_known_by_its_name(monkeypatch, name, amp, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    expected = None if peak is None else 4 * peak
+    assert step_log.peak_of(torch.device("cuda", 0), amp, 4) == expected
+    assert step_log.peak_of(torch.device("cpu"), amp, 4) is None
+
+
+def test_the_log_says_how_much_is_computed_in_a_second_and_the_memory(run_ranks, tmp_path):
+    run_ranks(2, runs.run, runs.steady, str(tmp_path), {"log_every": 2})
+    model, (image, _) = runs.steady(), (torch.rand(1, *runs.SHAPE), 0)
+    of_sample = step_log.flops_of(lambda: F.cross_entropy(model(image), torch.zeros(1).long()).backward())
+    assert of_sample
+    for entry in (entry for entry in entries_of(tmp_path) if "grad_norm" in entry):
+        assert entry["flops_per_second"] == pytest.approx(of_sample * entry["samples_per_second"], rel=1e-3)
+        assert "mfu" not in entry and 1e7 < entry["peak_memory"] < 1e11
+
+
+def figures(
+    latest: dict[str, float], unit: str = "", done: int = 30, steps: int | None = 50, most: int | None = None
+) -> list[str]:
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(max_steps=most),
+        feed=SimpleNamespace(known_steps=steps),
+        log=SimpleNamespace(latest=latest, work=Work(unit)),
+        place=SimpleNamespace(device=torch.device("cpu")),
+        progress=SimpleNamespace(global_step=10),
+        updater=SimpleNamespace(total_steps=100),
+    )
+    bar = Bar(trainer, shown=True)
+    bar._began -= 60.0
+    trainer.progress.global_step += done
+    return bar.figures()
+
+
+def test_the_bar_has_the_speed_the_utilisation_the_memory_and_the_time_left():
+    rate, mfu, memory, left = figures({"samples_per_second": 1234.5, "mfu": 0.41, "tokens_per_second": 9.0})
+    assert (rate, mfu) == ("1,234 samples/s", "MFU 41%")
+    assert memory.endswith(" GB") and left == "2:00 left"  # 60 of 90 steps, 2 s each
+    assert figures({"tokens_per_second": 56789.0}, "tokens")[0] == "56,789 tokens/s"
+    assert len(figures({}, done=0)) == 1
+    assert len(figures({}, steps=None)) == 1  # of a stream of no known length, nobody knows the time left
+    assert figures({}, steps=None, most=100)[1] == "2:00 left"
+
+
+def test_a_time_is_shown_in_hours_minutes_and_seconds():
+    assert [in_hours(seconds) for seconds in (0, 59.6, 3599, 3600, 90061)] == [
+        *("0:00", "1:00", "59:59", "1:00:00", "25:01:01")
+    ]
+
+
+# ---- lines on a terminal end between words -------------------------------------------------------------
+
+
+LONG = "error: --data folder:nowhere: no such folder (give folder:PATH with a sub-folder for each class)"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_terminal_gets_lines_that_end_between_words(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    console.note(f"{LONG}\n  python train/main.py --a-command-to-paste --that-is-longer-than-forty-columns")
+    *lines, command, end = terminal.getvalue().split("\n")
+    assert " ".join(lines) == LONG and len(lines) > 1
+    assert max(map(len, lines)) <= columns
+    assert command.endswith("--that-is-longer-than-forty-columns") and end == ""
+
+
+def test_a_file_gets_the_line_as_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    console.note(LONG)
+    assert capsys.readouterr().err == f"{LONG}\n"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_the_help_breaks_no_word_and_keeps_to_the_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text, end, _ = command_line.train_parser().format_help().partition("\nexamples:")
+    assert end and "torch.distributed.checkpoint" in text.split() and "--grad-checkpoint" in text
+    helps = [line for line in text.splitlines() if not line.startswith(("  -", "usage", "Train"))]
+    assert max(map(len, helps)) <= columns
+    assert not any(line.endswith("-") for line in helps)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [("--no-such-flag 2>&-", 2), ("--no-such-flag >&- 2>&-", 2), ("--help >&-", 0)]
+)
+def test_a_program_whose_streams_are_closed_ends_as_usual(words, code):
+    command = f"{sys.executable} train/main.py {words}"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=100).returncode == code
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_run_whose_streams_are_closed_trains(tmp_path, closed):
+    command = f"{sys.executable} train/main.py --data fake:8 --epochs 1 --out {tmp_path}/run {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=100).returncode == 0
+    assert (tmp_path / "run" / "last.pt").exists()
+
+
+def test_what_is_meant_for_a_closed_stderr_does_not_go_to_stdout(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr", None)
+    console.note(LONG)
+    assert capsys.readouterr().out == ""

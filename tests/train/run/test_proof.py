@@ -330,16 +330,13 @@ def test_a_step_that_is_not_in_the_record_is_refused_or_named(cli, run):
     assert ran.code == 0 and "replays up to step 4: step 5 is not in the record\n" in ran.err
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "no such file"),
-        (b"", "holds no entries"),
-        (b"\x00\xff garbage\n", "holds no entries"),
-        (b'{"n": 1, "prev": "", "kind": "step", "step": 1}\n', "is no record of a run"),
-        (b'{"n": 1, "prev": "", "kind": "begin"}\n', "line 1 is no entry of a run: 'begin' lacks 'step'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "no such file"),
+    (b"", "holds no entries"),
+    (b"\x00\xff garbage\n", "holds no entries"),
+    (b'{"n": 1, "prev": "", "kind": "step", "step": 1}\n', "is no record of a run"),
+    (b'{"n": 1, "prev": "", "kind": "begin"}\n', "line 1 is no entry of a run: 'begin' lacks 'step'"),
+])  # fmt: skip
 def test_what_is_no_record_is_refused(cli, tmp_path, text, said):
     if text is not None:
         (tmp_path / "run.jsonl").write_bytes(text)

@@ -16,16 +16,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from ckpttool.distributed.plan import Plan
 from tests.ranks import runs, trainings
 from train.config.sections import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import IGNORED
 from train.tasks import builtin as tasks
 from train.tasks.builtin import Task
-from train.trainer.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
 SAMPLES, BATCH, EPOCHS = 13, 5, 2
@@ -173,31 +171,30 @@ def expected(
     Args:
         left_out: steps of an epoch in which nothing counts.
     """
-    loss, model = KINDS[kind][2], trainings.seeded(make)
+    loss, steps = KINDS[kind][2], math.ceil(SAMPLES / BATCH)
     whole = ignoring(left_out) if left_out else KINDS[kind][0]()
-    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-    for epoch in range(epochs):
-        for step, batch in enumerate(torch.tensor(Plan(SAMPLES, BATCH).order(epoch)).split(BATCH)):
-            if step not in left_out:
-                optimizer.zero_grad()
-                loss(model, torch.utils.data.default_collate([whole[int(one)] for one in batch])).backward()
-                optimizer.step()
+
+    def mean(model: nn.Module, indices: list[int]) -> torch.Tensor:
+        return loss(model, default_collate([whole[index] for index in indices]))
+
+    batches = enumerate(trainings.batches_of(SAMPLES, BATCH, epochs))
+    losses = (functools.partial(mean, indices=batch) for n, batch in batches if n % steps not in left_out)
+    model = trainings.descended(trainings.seeded(make), losses, **SETTINGS)
     return [parameter.detach() for parameter in model.parameters()]
 
 
 def parameters_on_ranks(
     rank: int, world_size: int, kind: str, make: Any, settings: dict[str, Any]
 ) -> tuple[list[torch.Tensor], float]:
-    data = data_of(kind)
-    usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS, "task": kind}
+    data, model = data_of(kind), trainings.seeded(make)
+    usual = {"batch_size": BATCH, "epochs": EPOCHS, "task": kind, **SETTINGS, **settings}
     if kind == "classification":
         usual["class_weights"] = WEIGHTS
-    config = TrainConfig(**usual, **SETTINGS, **settings)
-    place = trainings.place(rank, world_size)
-    trainer = Trainer(config, data, trainings.seeded(make), place, task_of(kind, config, data))
+    task = task_of(kind, TrainConfig(**usual), data)
+    trainer = trainings.trainer(rank, world_size, data, model, task, **usual)
     for _ in range(EPOCHS):
         trained = trainings.finish_epoch(trainer)
-    return [parameter.detach() for parameter in trainer.ddp.parameters()], trained.loss
+    return trainings.wholes(trainer), trained.loss
 
 
 @pytest.mark.covered(lambda kind, size, accumulate: size in (1, 2) or (size, accumulate) in ((3, 3), (4, 1)))
@@ -238,7 +235,7 @@ def test_unequal_shares_and_clipping_are_those_of_one_process(run_ranks, kind):
 def ignoring(steps: tuple[int, ...]) -> TensorDataset:
     """Return sequences of which those of some steps of the first epoch have no target that counts."""
     samples = lines()
-    batches = torch.tensor(Plan(SAMPLES, BATCH).order(0)).split(BATCH)
+    batches = [*trainings.batches_of(SAMPLES, BATCH)]
     for step in steps:
         samples.tensors[1][batches[step]] = IGNORED
     return samples

@@ -10,17 +10,14 @@ import torch
 from torch import nn
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
+from tests.ranks.trainings import state
 from train.checkpoint import resume
 from train.checkpoint.format import capture, restore
 from train.config import command_line
-from train.config.sections import TrainConfig
 from train.main import steps_of_epoch
 from train.model import builtin as models
-from train.tasks import builtin as tasks
-from train.trainer import preflight
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SHAPE = (1, 6, 6)
@@ -30,10 +27,6 @@ def make_net() -> nn.Sequential:
     first = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
     second = [nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU()]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16, 10)).double()
-
-
-def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def reference(samples: int, batch_size: int, epochs: int) -> dict[str, torch.Tensor]:
@@ -278,8 +271,8 @@ def check(
 ) -> None:
     """Run the preflight check of two ranks on a device; the check itself runs the model on the CPU."""
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
-    config = TrainConfig(**{"scheduler": "none", "batchnorm": batchnorm, "batch_size": 4, **settings})
-    preflight.check(config, data, model, Place(0, 2, "gloo", torch.device(device)), tasks.build(config, data))
+    settings = {"scheduler": "none", "batchnorm": batchnorm, "batch_size": 4, **settings}
+    trainings.check(model, data, 2, device=device, **settings)
 
 
 GPUS, IDLE = "works only on GPUs", "leaves one of 2 ranks without a sample"

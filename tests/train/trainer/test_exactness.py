@@ -156,12 +156,9 @@ def moved(run_ranks: Run, folder: str) -> dict[tuple[int, int], float]:
     """Return what the weights differ by if a run stops on some ranks and continues on others."""
     found = {}
     for before, after in MOVED:
-        stopped = {"resume": f"{folder}/{before}-straight/step-000002.pt"}
-        rest = f"{folder}/{before}-to-{after}"
-        said = run_ranks(after, runs.run, runs.steady, rest, stopped)[0]
-        assert "continues from" in said, said
-        ends = Path(folder, f"{before}-straight"), Path(rest)
-        found[before, after] = runs.largest_difference(*(runs.read(end / "last.pt") for end in ends))
+        whole, rest = Path(folder, f"{before}-straight"), Path(folder, f"{before}-to-{after}")
+        runs.go_on(run_ranks, after, runs.steady, whole / "step-000002.pt", rest, {})
+        found[before, after] = runs.largest_difference(*runs.ends(whole, rest))
     return found
 
 

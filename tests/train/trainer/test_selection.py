@@ -41,37 +41,31 @@ class Own(Task):
 # ---- which score is better -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("best", "task", "expected"),
-    [
-        (None, CLASSES, Selection(OWN, "accuracy", 1)),
-        (None, Regression(), Selection(OWN, "loss", -1)),
-        ("loss", CLASSES, Selection(OWN, "loss", -1)),
-        ("accuracy", CLASSES, Selection(OWN, "accuracy", 1)),
-        ("mae", Regression(), Selection(OWN, "mae", -1)),
-        ("r2", Regression(), Selection(OWN, "r2", 1)),
-        ("top", Own(), Selection(OWN, "top", 1)),
-        ("mae:max", Own(), Selection(OWN, "mae", 1)),
-        ("number:min", Own(), Selection(OWN, "number", -1)),
-        ("ood/loss", CLASSES, Selection("ood", "loss", -1)),
-        ("ood/r2:min", Regression(), Selection("ood", "r2", -1)),
-    ],
-)
+@pytest.mark.parametrize(("best", "task", "expected"), [
+    (None, CLASSES, Selection(OWN, "accuracy", 1)),
+    (None, Regression(), Selection(OWN, "loss", -1)),
+    ("loss", CLASSES, Selection(OWN, "loss", -1)),
+    ("accuracy", CLASSES, Selection(OWN, "accuracy", 1)),
+    ("mae", Regression(), Selection(OWN, "mae", -1)),
+    ("r2", Regression(), Selection(OWN, "r2", 1)),
+    ("top", Own(), Selection(OWN, "top", 1)),
+    ("mae:max", Own(), Selection(OWN, "mae", 1)),
+    ("number:min", Own(), Selection(OWN, "number", -1)),
+    ("ood/loss", CLASSES, Selection("ood", "loss", -1)),
+    ("ood/r2:min", Regression(), Selection("ood", "r2", -1)),
+])  # fmt: skip
 def test_the_metric_says_whether_more_of_it_is_better(best, task, expected):
     assert selection(best, task, ("ood",)) == expected
 
 
-@pytest.mark.parametrize(
-    ("best", "task", "said", "hint"),
-    [
-        ("mae", CLASSES, "has no 'mae'", "one of loss, accuracy"),
-        ("accuracy", Regression(), "has no 'accuracy'", "one of loss, mse, mae, r2"),
-        ("number", Own(), "nothing says whether more of it is better", "number:min or number:max"),
-        ("loss:least", CLASSES, "nothing says", "loss:min or loss:max"),
-        ("b/loss", CLASSES, "no test set is named 'b'", "--also-test names ood"),
-        ("", CLASSES, "has no ''", "one of"),
-    ],
-)
+@pytest.mark.parametrize(("best", "task", "said", "hint"), [
+    ("mae", CLASSES, "has no 'mae'", "one of loss, accuracy"),
+    ("accuracy", Regression(), "has no 'accuracy'", "one of loss, mse, mae, r2"),
+    ("number", Own(), "nothing says whether more of it is better", "number:min or number:max"),
+    ("loss:least", CLASSES, "nothing says", "loss:min or loss:max"),
+    ("b/loss", CLASSES, "no test set is named 'b'", "--also-test names ood"),
+    ("", CLASSES, "has no ''", "one of"),
+])  # fmt: skip
 def test_what_is_not_known_is_refused_and_not_guessed(best, task, said, hint):
     with pytest.raises(UsageFault, match=said) as refused:
         selection(best, task, ("ood",))
@@ -286,9 +280,8 @@ def ood(classes=3):
 """
 
 
-def test_a_test_set_is_named_on_the_command_line_and_scores_as_evaluate_does(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN_DATA)
+def test_a_test_set_is_named_on_the_command_line_and_scores_as_evaluate_does(here, capsys):
+    (here / "own.py").write_text(OWN_DATA)
     given = ["--data", "own.py:data", "--batch-size", "4", "--epochs", "1", "--out", "run"]
     assert main.main([*given, "--also-test", "ood=own.py:ood", "--best", "ood/accuracy"]) == 0
     (epoch,) = epochs_of(Path("run"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +19,7 @@ from torch.nn import functional as F
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
-from train.config.sections import TrainConfig
-from train.tasks import builtin as tasks
-from train.trainer import preflight, shares
+from train.trainer import shares
 from train.trainer.shares import Speed, propose
 
 SGD: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
@@ -39,20 +40,6 @@ def data_of(samples: int) -> Any:
 # ---- exactness -----------------------------------------------------------------------------------------
 
 
-def train_in_shares(rank: int, world_size: int, make: Any, settings: dict[str, Any]) -> list[torch.Tensor]:
-    model = trainings.seeded(make)
-    trainer = trainings.trainer(rank, world_size, data_of(53), model, **SGD, epochs=2, **settings)
-    for _ in range(2):
-        trainings.finish_epoch(trainer)
-    return [tensor.detach() for tensor in trainer.ddp.module.state_dict().values()]
-
-
-def train_alone(make: Any, batch_size: int, clip_norm: float | None) -> list[torch.Tensor]:
-    """The same training by plain PyTorch in one process: the mean over each global batch."""
-    model = trainings.alone(make, data_of(53), batch_size, 2, clip_norm, **SGD)
-    return [tensor.detach() for tensor in model.state_dict().values()]
-
-
 @pytest.mark.covered(lambda make, size, share, extra: (size, "rank_batch" in share) != (4, True))
 @pytest.mark.parametrize(("make", "extra"), [
     (plain, {}), (plain, {"accumulate": 3}), (plain, {"clip_norm": 0.3}),
@@ -65,36 +52,36 @@ def train_alone(make: Any, batch_size: int, clip_norm: float | None) -> list[tor
     (4, {"rank_batch": (9, 1, 1, 1), "batch_size": 12}),
 ])  # fmt: skip
 def test_training_in_unequal_shares_is_that_of_one_process(run_ranks, make, size, share, extra):
-    settings = {**share, **extra, "batchnorm": "sync" if make is normalised else "plain"}
-    expected = train_alone(make, share["batch_size"], extra.get("clip_norm"))
-    for ours in run_ranks(size, train_in_shares, make, settings):
-        assert trainings.farthest(ours, expected) < 1e-12
+    settings = {**SGD, **share, **extra, "epochs": 2, "batchnorm": "sync" if make is normalised else "plain"}
+    clip = extra.get("clip_norm")
+    expected = trainings.alone(make, data_of(53), share["batch_size"], 2, clip_norm=clip, **SGD).state_dict()
+    for ours, _ in run_ranks(size, trainings.after_epochs, make, data_of(53), settings):
+        assert trainings.farthest(ours.values(), expected.values()) < 1e-12
 
 
 def test_ranks_with_other_numbers_of_passes_agree_under_sync_batchnorm(run_ranks):
-    settings = {"rank_batch": (2, 10), "batch_size": 12, "accumulate": 4, "drop_last": True}
-    one, other = run_ranks(2, train_in_shares, normalised, {**settings, "batchnorm": "sync"})
-    assert all(map(torch.equal, one, other))
-
-
-def train_as_torch_deals(rank: int, world_size: int) -> Any:
-    settings = {**SGD, "batch_size": 8, "sampler": "torch", "epochs": 1}
-    trainer = trainings.trainer(rank, world_size, data_of(21), trainings.seeded(plain), **settings)
-    score = trainings.finish_epoch(trainer)
-    return score.samples, [parameter.detach() for parameter in trainer.ddp.parameters()]
+    settings = {
+        **SGD,
+        "rank_batch": (2, 10),
+        "batch_size": 12,
+        "accumulate": 4,
+        "drop_last": True,
+        "epochs": 2,
+    }
+    settings["batchnorm"] = "sync"
+    (one, _), (other, _) = run_ranks(2, trainings.after_epochs, normalised, data_of(53), settings)
+    assert all(map(torch.equal, one.values(), other.values()))
 
 
 def test_with_torchs_sampler_the_repeats_count_as_samples(run_ranks):
-    plan = Plan(21, 8, sampler="torch")
-    model, (inputs, labels) = trainings.seeded(plain), data_of(21).train.tensors
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    for batch in plan.batches(0, 4):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-        optimizer.step()
-    for samples, ours in run_ranks(4, train_as_torch_deals):
-        assert samples == 24
-        assert trainings.farthest(ours, model.parameters()) < 1e-12
+    inputs, labels = data_of(21).train.tensors
+    batches = Plan(21, 8, sampler="torch").batches(0, 4)
+    losses = (lambda model, at=at: F.cross_entropy(model(inputs[at]), labels[at]) for at in batches)
+    expected = trainings.descended(trainings.seeded(plain), losses, **SGD).state_dict()
+    settings = {**SGD, "batch_size": 8, "sampler": "torch", "epochs": 1}
+    for ours, score in run_ranks(4, trainings.after_epochs, plain, data_of(21), settings):
+        assert score.samples == 24
+        assert trainings.farthest(ours.values(), expected.values()) < 1e-12
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
@@ -109,9 +96,8 @@ def test_with_torchs_sampler_the_repeats_count_as_samples(run_ranks):
      "--rank-share 1,3: the last batch of 4 gives a rank a single sample", "--drop-last"),
 ])  # fmt: skip
 def test_a_share_of_one_sample_is_refused_for_batchnorm(settings, said, hint):
-    config, data = TrainConfig(**settings), data_of(44)
     with pytest.raises(UsageFault) as refused:
-        preflight.check(config, data, normalised(), trainings.place(0, 2), tasks.build(config, data))
+        trainings.check(normalised(), data_of(44), 2, **settings)
     assert said in str(refused.value)
     assert hint in refused.value.hint
 
@@ -206,9 +192,7 @@ def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):
     run_ranks(2, train_with_shares, str(tmp_path / "two"), {"rank_share": (1, 3), "stop_at": 2})
     resumed = {"rank_share": (1, 1, 1, 5), "resume": str(tmp_path / "two" / "step-000002.pt")}
     run_ranks(4, train_with_shares, str(tmp_path / "four"), resumed)
-    assert (
-        runs.largest_difference(*(runs.read(tmp_path / one / "last.pt") for one in ("one", "four"))) < 1e-12
-    )
+    assert runs.largest_difference(*runs.ends(tmp_path / "one", tmp_path / "four")) < 1e-12
 
 
 def shares_of_one_sample(rank: int, world_size: int) -> Any:
@@ -220,3 +204,123 @@ def shares_of_one_sample(rank: int, world_size: int) -> Any:
 def test_nothing_is_measured_where_a_rank_has_no_sample(run_ranks):
     said = ["equal shares: a batch leaves a rank without a sample, so there is nothing to measure"]
     assert run_ranks(2, shares_of_one_sample) == [said, said]
+
+
+# ---- what depends on the number of passes in a step ----------------------------------------------------
+
+
+BATCHNORM = "BatchNorm normalises each pass by itself"
+DRAWN = "random numbers (as of dropout) are drawn pass by pass"
+
+
+class Frozen(runs.Net):
+    """BatchNorm that the user has put into eval mode for good."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        for block in self.blocks:
+            block.norm.eval()
+        return self
+
+
+def frozen() -> nn.Module:
+    return Frozen(batchnorm=True, dropout=0.0).train()
+
+
+def dropping() -> nn.Module:
+    return runs.Net(batchnorm=False, dropout=0.1)
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "neither": (runs.steady, {}, ""),
+    "BatchNorm": (runs.with_batchnorm, {}, BATCHNORM),
+    "sync": (runs.with_batchnorm, {"batchnorm": "sync"}, BATCHNORM),
+    "pooled": (runs.with_batchnorm, {"batchnorm": "pooled"}, BATCHNORM),
+    "frozen": (frozen, {}, ""),
+    "dropout, by a function": (dropping, {}, DRAWN),
+    "both": (runs.restless, {}, f"{BATCHNORM}, and {DRAWN}"),
+    "virtual ranks": (runs.restless, {"virtual_ranks": 2}, f"{BATCHNORM}, and {DRAWN}"),
+}
+
+
+def run(rank: int, size: int, make: Any, folder: str, settings: dict[str, Any]) -> str:
+    return runs.run(rank, size, make, folder, {"keep": 99, "save_every": runs.Every(2, "steps"), **settings})
+
+
+@pytest.fixture(scope="module")
+def straight(run_ranks, tmp_path_factory) -> Callable[[str], Path]:
+    """`straight(name)`: the folder of a whole run of a model on two ranks; each is run once."""
+
+    @functools.cache
+    def whole(name: str) -> Path:
+        make, settings, _ = MODELS[name]
+        folder = tmp_path_factory.mktemp("straight")
+        said, _ = run_ranks(2, run, make, str(folder), settings)
+        assert "note " not in said
+        return folder
+
+    return whole
+
+
+@pytest.mark.covered(lambda name: name in ("both", "frozen", "pooled"))
+@pytest.mark.parametrize("name", MODELS)
+def test_before_training_it_is_said_why_accumulate_is_another_training(run_ranks, tmp_path, name):
+    make, settings, why = MODELS[name]
+    said, other = run_ranks(2, run, make, str(tmp_path / "a"), {**settings, "accumulate": 2, "stop_at": 1})
+    notes = [line for line in said.splitlines() if line.startswith("note ")]
+    assert notes == [f"note    not the training of --accumulate 1: {why}"] * bool(why)
+    assert other == ""
+
+
+CHANGES = {"accumulate": 3, "rank_batch": (3, 9), "rank_share": (1, 3)}
+CASES = [(name, "accumulate") for name in MODELS]
+CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_share")]
+
+
+@pytest.mark.covered(
+    lambda name, setting: (
+        name in ("both", "frozen", "pooled", "virtual ranks", "dropout, by a function")
+        or (
+            setting != "accumulate"
+            and (name, setting) not in {("neither", "rank_batch"), ("sync", "rank_share")}
+        )
+    )
+)
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_a_resume_on_as_many_ranks_changes_passes_and_shares_only_where_that_is_the_same_training(
+    run_ranks, straight, tmp_path, name, setting
+):
+    make, settings, why = MODELS[name]
+    if name == "sync" and setting != "accumulate":
+        why = ""  # it normalises by the samples of all ranks
+    flag, whole = setting.replace("_", "-"), straight(name)
+    given = "--accumulate 1" if setting == "accumulate" else f"no --{flag}"
+    changed = {**settings, setting: CHANGES[setting], "resume": str(whole / "step-000002.pt")}
+    said, other = run_ranks(2, run, make, str(tmp_path), changed)
+    if not why:
+        assert "continues from" in said
+        assert runs.largest_difference(*runs.ends(whole, tmp_path)) < 1e-5
+        return
+    assert said.startswith("UsageFault") and f"belongs to a run with {given}, and {why}" in said
+    assert f"--change {flag}" in said and "rank 0 failed" in other
+    said, _ = run_ranks(2, run, make, str(tmp_path), {**changed, "change": (flag,), "stop_at": 3})
+    before = 1 if setting == "accumulate" else None
+    assert f"{flag} {before} -> {CHANGES[setting]}" in said
+
+
+def test_a_resume_on_other_ranks_may_deal_batches_as_it_likes(run_ranks, straight, tmp_path):
+    settings = {"rank_share": (1, 2, 3), "resume": str(straight("both") / "step-000002.pt"), "stop_at": 3}
+    said, *_ = run_ranks(3, run, runs.restless, str(tmp_path), settings)
+    assert "saved by 2 ranks, now 3" in said
+
+
+def test_asking_leaves_no_trace(run_ranks, tmp_path):
+    def last_of(size: int, folder: str, accumulate: int) -> dict[str, Any]:
+        settings = {"accumulate": accumulate, "stop_at": 1}
+        run_ranks(size, run, runs.restless, str(tmp_path / folder), settings)
+        return runs.read(tmp_path / folder / "last.pt")
+
+    for size in (1, 2):
+        one, other = (last_of(size, f"{size}-{accumulate}", accumulate) for accumulate in (1, 2))
+        assert one["rng"][0]["python"] == other["rng"][0]["python"]
+    assert runs.different(other, last_of(2, "again", 2)) == []

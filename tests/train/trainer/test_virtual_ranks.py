@@ -16,9 +16,7 @@ from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
 from train.config import command_line
-from train.config.sections import TrainConfig
-from train.tasks import builtin as tasks
-from train.trainer import preflight, shares
+from train.trainer import shares
 
 FOUR = {"virtual_ranks": 4}
 STATES = ("model", "optimizer", "ema", "scheduler", "scaler")
@@ -191,9 +189,8 @@ def normalised() -> nn.Module:
     (normalised, "a single sample, and BatchNorm"),
 ], ids=["ours", "torch's", "sparse", "a single sample"])  # fmt: skip
 def test_a_model_whose_gradients_can_not_be_computed_apart_is_refused(make, said):
-    config, data = TrainConfig(virtual_ranks=8, batch_size=12), trainings.tensors(runs.SHAPE, runs.SAMPLES)
     with pytest.raises(UsageFault, match=said):
-        preflight.check(config, data, make(), trainings.place(0, 1), tasks.build(config, data))
+        trainings.check(make(), runs.images(), virtual_ranks=8, batch_size=12)
 
 
 # ---- what it costs -------------------------------------------------------------------------------------
