@@ -14,8 +14,8 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.dotted_names import follow
 from ..checkpoint.module_kinds import moved_kinds
+from ..checkpoint.optimizer_view import is_optimizer
 from ..checkpoint.state import State
-from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
 from ..words import first_key

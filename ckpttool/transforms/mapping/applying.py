@@ -12,9 +12,9 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.module_kinds import moved_kinds
+from ...checkpoint.optimizer_view import is_optimizer
 from ...checkpoint.settings import json_object, settings_beside
 from ...checkpoint.state import State
-from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, Refused
 from ...inert_pickle.values import Record, attributes_in
 from ...tensors.losses import CastReports

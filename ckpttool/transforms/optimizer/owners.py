@@ -14,13 +14,13 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import Path, dotted, leave_out
-from ...checkpoint.flat_optimizers import as_nested
+from ...checkpoint.flat_optimizers import BadOptimizer
+from ...checkpoint.optimizer_view import OptimizerParameter, OptimizerView
 from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...checkpoint.state import State, part
 from ...checkpoint.states import is_average
 from ...errors import NoState, Refused
 from .parameters import by_shapes, parameters_of
-from .slots import BadOptimizer, Slot, entry_of, slots
 
 
 class Owners:
@@ -40,7 +40,7 @@ class Owners:
             Refused: it may be of a state that changes or of one that does not.
         """
         listed = _listed(optimizer)
-        if not listed or (any(slot.name is None for slot in listed) and not numbers):
+        if not listed or (any(kept.name is None for kept in listed) and not numbers):
             return True
         mine, theirs = ([s for s in those if self._fits(listed, s)] for those in (self.changed, self._rest))
         if theirs and mine:
@@ -51,23 +51,23 @@ class Owners:
         """Return what stands before the names of the (first) state in those of a whole model's optimizer."""
         return self._prefix(self.changed[0], _listed(optimizer))
 
-    def _fits(self, listed: Sequence[Slot], state: State) -> bool:
+    def _fits(self, listed: Sequence[OptimizerParameter], state: State) -> bool:
         if is_average((*state.path, state.prefix)):
             return False
-        if any(slot.name is None for slot in listed):
+        if any(kept.name is None for kept in listed):
             found = parameters_of(self.checkpoint, state.where)
-            return bool(by_shapes([slot.shape for slot in listed], found))
+            return bool(by_shapes([kept.shape for kept in listed], found))
         prefix = self._prefix(state, listed)
         shapes = {f"{prefix}{name}": tensor.shape for name, tensor in state.items()}
         names = {f"{prefix}{name}" for name in state.container}
         return all(
-            slot.name in names and slot.shape in (None, shapes.get(str(slot.name), slot.shape))
-            for slot in listed
+            kept.name in names and kept.shape in (None, shapes.get(str(kept.name), kept.shape))
+            for kept in listed
         )
 
-    def _prefix(self, state: State, listed: Iterable[Slot]) -> str:
+    def _prefix(self, state: State, listed: Iterable[OptimizerParameter]) -> str:
         outer, prefix = self._enclosing(state)
-        return prefix if outer and all(slot.name in outer.container for slot in listed) else ""
+        return prefix if outer and all(kept.name in outer.container for kept in listed) else ""
 
     def _enclosing(self, state: State) -> tuple[State | None, str]:
         """Return the state that a state is a part of, and what stands before its names there."""
@@ -110,10 +110,10 @@ def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
     for where, value in checkpoint.optimizers() if changed else ():
         if not owners.follows(value, numbers=True):
             continue
-        prefix, kept = owners.prefix(value), as_nested(value)["state"]
-        for slot in _listed(value):
-            name = next(iter(changed)) if slot.name is None else slot.name.removeprefix(prefix)
-            if name in changed and (slot.shape or _has_tensor(entry_of(kept, slot.key))):
+        prefix = owners.prefix(value)
+        for kept in _listed(value):
+            name = next(iter(changed)) if kept.name is None else kept.name.removeprefix(prefix)
+            if name in changed and (kept.shape or _has_tensor(kept.entry)):
                 what = f"its optimizer '{where[:80]}' keeps momentum of '{name[:80]}' as that was before"
                 hint = f"{leave_out(checkpoint.path, where)}; a rule of --map takes it along"
                 raise Refused(checkpoint.path, what, hint=hint)
@@ -125,10 +125,10 @@ def _has_tensor(entry: object) -> bool:
     return any(tensor is not None and tensor.numel > 1 for tensor in tensors)
 
 
-def _listed(optimizer: dict[Any, Any]) -> list[Slot]:
+def _listed(optimizer: dict[Any, Any]) -> list[OptimizerParameter]:
     """Return the parameters of an optimizer; none where it has not the usual form."""
     try:
-        return [*chain(*slots(as_nested(optimizer)))]
+        return [*chain(*OptimizerView(optimizer).parameters())]
     except BadOptimizer:
         return []
 
