@@ -8,9 +8,7 @@ each group lists names as its `params`; DCP has numbers as text. The flat form i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
@@ -56,55 +54,35 @@ class OptimizerParameter(NamedTuple):
 OptimizerGroups = list[list[OptimizerParameter]]
 
 
-@dataclass(frozen=True)
 class OptimizerView:
-    """An optimizer's state dict as groups of parameters.
+    """An optimizer's state dict as groups of parameters. Nothing of it is changed.
 
-    Every property but `parameters` takes malformed states as well: what has another form is left out.
+    Only `parameters` and `written` require the usual form; elsewhere what has another form is left out.
 
     Attributes:
-        value: the state dict as the file has it, nested or flat, with any kind of keys.
+        value: the state dict as the file has it, nested or flat, under any kind of keys.
+        is_flat: whether it is one flat dict.
+        nested: the state dict as torch nests it; by names if it was flat.
+        state: what is kept of each parameter, by its key.
+        all_groups: the groups, among them those that are no dicts.
+        groups: those that are dicts, of settings and lists of parameters.
+        keys: the keys of parameters that each of them lists.
     """
 
-    value: Any
-
-    @cached_property
-    def is_flat(self) -> bool:
-        """Whether the file has it as one flat dict."""
-        return is_flat(self.value)
-
-    @cached_property
-    def nested(self) -> dict[Any, Any]:
-        """The state dict as torch nests it, keyed by names if it was flat."""
-        if self.is_flat:
-            return nested(self.value)
-        return self.value if isinstance(self.value, dict) else {}
-
-    @cached_property
-    def state(self) -> dict[Any, Any]:
-        """What is kept of each parameter, by its key."""
+    def __init__(self, value: Any) -> None:
+        self.value, self.is_flat = value, is_flat(value)
+        whole = value if isinstance(value, dict) else {}
+        self.nested: dict[Any, Any] = nested(whole) if self.is_flat else whole
         state = self.nested.get("state")
-        return state if isinstance(state, dict) else {}
+        self.state: dict[Any, Any] = state if isinstance(state, dict) else {}
+        self.all_groups = _listed(self.nested.get(GROUPS))
+        self.groups = [group for group in self.all_groups if isinstance(group, dict)]
+        self.keys = [_listed(group.get(KEYS)) for group in self.groups]
 
     @property
     def entries(self) -> Iterator[dict[Any, Any]]:
         """What is kept of each parameter, in the state's order."""
         return (entry for entry in self.state.values() if isinstance(entry, dict))
-
-    @property
-    def all_groups(self) -> Sequence[Any]:
-        """The groups, among them those that are no dicts."""
-        return _listed(self.nested.get(GROUPS))
-
-    @property
-    def groups(self) -> list[dict[Any, Any]]:
-        """The groups: their settings and lists of parameters."""
-        return [group for group in self.all_groups if isinstance(group, dict)]
-
-    @property
-    def keys(self) -> list[Sequence[Any]]:
-        """The keys of parameters that each group lists."""
-        return [_listed(group.get(KEYS)) for group in self.groups]
 
     @property
     def numbers(self) -> set[str]:
@@ -195,11 +173,6 @@ class OptimizerView:
             if NAMES in group:
                 group[NAMES] = [parameter.name for parameter in listed]
         return flattened(new) if (self.is_flat if flat is None else flat) else new
-
-    def with_entries(self, change: Callable[[Any, Any], object]) -> dict[Any, Any]:
-        """Return the nested state dict with changed entries, each made of a parameter's key and its entry."""
-        entries = ((key, change(key, entry)) for key, entry in self.state.items())
-        return remade(self.nested, (self.nested | {"state": remade(self.state, entries)}).items())
 
     def renamed(self, names: Mapping[str, str]) -> dict[Any, Any]:
         """Return the state dict in its own form under other names; parameters not in `names` keep theirs."""

@@ -207,7 +207,9 @@ class SplitOptimizer:
             pieces = ((kept, piece(f"{key!s:.80}.{kept}", value)) for kept, value in entry.items())
             return remade(entry, pieces)
 
-        return self.view.with_entries(of_parameter)
+        entries = {key: of_parameter(key, entry) for key, entry in self.view.state.items()}
+        new = self.view.nested | {"state": remade(self.view.state, entries.items())}
+        return remade(self.view.nested, new.items())
 
 
 def _uncut(value: object) -> str:

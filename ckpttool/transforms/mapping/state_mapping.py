@@ -13,12 +13,11 @@ from typing import Any
 from ...checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ...checkpoint.state import State
 from ...errors import Collision, Refused, UsageFault
-from ...inert_pickle.values import OrderedDict_, remade
+from ...inert_pickle.values import remade
 from ...tensors.losses import CastReport
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
-from ..keys import renamed_versions
-from ..renaming import Renaming
+from ..renaming import Renaming, with_versions
 from .matching import Matched, Move, matched
 from .numbers import Unknown, first_known
 from .rules import Count, Rule, Rules, Side, Tie
@@ -155,7 +154,7 @@ class StateMapping:
                 if isinstance(target, str):
                     self.names[target] = sources
         new = self._tied(new, "to")
-        return self._with_versions(remade(self.state.container, new.items()))
+        return with_versions(remade(self.state.container, new.items()), self.state.versions, self.moved)
 
     def _moved(self, move: Move) -> dict[str, tuple[object, tuple[str, ...]]]:
         """Return what a case of a rule makes: new name -> value, and the names that it was made of."""
@@ -236,17 +235,6 @@ class StateMapping:
             raise Refused(
                 self.path, f"{what}: {tie}", hint="a rule for it keeps it, and so does another config"
             )
-
-    def _with_versions(self, new: Container) -> Container:
-        """Return the dict with torch's versions of modules under their new paths."""
-        if (
-            isinstance(new, OrderedDict_)
-            and isinstance(new.attributes, dict)
-            and self.state.versions is not None
-        ):
-            versions = renamed_versions(self.state.versions, self.moved, {})
-            new.attributes = {**new.attributes, "_metadata": versions}
-        return new
 
 
 def _is_set(config: Mapping[str, Any], name: str) -> bool:

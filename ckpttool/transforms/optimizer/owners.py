@@ -1,4 +1,4 @@
-"""Which optimizers of a file change with some of its states: those of their parameters, and no other.
+"""What else of a file changes with a state: its copies, and the optimizers of their parameters; no other.
 
 A file may hold two models of the same names, each with its optimizer, or a model and its average. Names and
 shapes say whose parameters an optimizer keeps; an average has none. An optimizer of a whole model knows the
@@ -7,19 +7,22 @@ parameters of a part of it by their names in the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import Path, dotted, leave_out
+from ...checkpoint.dotted_names import Path, dotted, follow, leave_out
 from ...checkpoint.flat_optimizers import BadOptimizer
-from ...checkpoint.optimizer_view import OptimizerParameter, OptimizerView
+from ...checkpoint.module_kinds import moved_kinds
+from ...checkpoint.optimizer_view import OptimizerParameter, OptimizerView, is_optimizer
 from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...checkpoint.state import State, part
 from ...checkpoint.states import is_average
 from ...errors import NoState, Refused
+from ..renaming import Renaming
 from .parameters import by_shapes, parameters_of
 
 
@@ -100,6 +103,69 @@ class Owners:
 def place_of(checkpoint: Checkpoint, optimizer: object) -> str:
     """Return the dotted path of an optimizer in its file."""
     return next((where for where, value in checkpoint.optimizers() if value is optimizer), "")
+
+
+def other_states(checkpoint: Checkpoint, state: State) -> list[State]:
+    """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
+    states: dict[int, State] = {}
+    for path in checkpoint.states():
+        value = follow(checkpoint.tree, path)
+        if isinstance(value, dict) and value is not state.anchor:
+            states.setdefault(id(value), checkpoint.state_at(path))
+    return list(states.values())
+
+
+def with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
+    """Return a state and, if it is not named, its copies, such as averages of all or some parameters."""
+    state = checkpoint.state(where)
+    others = other_states(checkpoint, state) if where is None else []
+    return [state, *(other for other in others if _is_copy(other, state))]
+
+
+def _is_copy(other: State, state: State) -> bool:
+    """Return whether two states share most names, or one has nothing but tensors of the other's forms."""
+    mine, its = state.tensors.keys(), other.tensors.keys()
+    if 2 * len(mine & its) > max(len(mine), len(its)):
+        return True
+    return (
+        bool(its) and its <= mine and all(state[name].shape == tensor.shape for name, tensor in other.items())
+    )
+
+
+def with_states(
+    checkpoint: Checkpoint,
+    new: Sequence[tuple[State, dict[Any, Any]]],
+    moved: Renaming,
+    follow: Callable[[dict[Any, Any], Owners], dict[Any, Any]] | None,
+    *,
+    numbers: bool,
+) -> Checkpoint:
+    """Return a checkpoint with other dicts for some states, which the optimizers of their parameters follow.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        new: states and their new dicts.
+        moved: the new names of the first of them.
+        follow: returns an optimizer's state after the change; None leaves all as they are.
+        numbers: as for `Owners.follows`.
+
+    Raises:
+        Refused: an optimizer may be of a state that changes or of one that does not.
+    """
+    first, *others = (state for state, _ in new)
+    dicts = {id(state.container): changed for state, changed in new}
+    owners = Owners(checkpoint, [first, *others])
+
+    def change(value: object) -> object:
+        if id(value) in dicts:
+            return dicts[id(value)]
+        if follow and is_optimizer(value) and owners.follows(value, numbers=numbers):
+            return follow(value, owners)
+        return value
+
+    changed = checkpoint.changed(first, change, others)
+    keys = (key for key in first.container if isinstance(key, str))
+    return replace(changed, metadata=moved_kinds(checkpoint.metadata, keys, moved.names, moved.modules()))
 
 
 def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:

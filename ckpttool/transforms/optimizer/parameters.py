@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -13,7 +13,6 @@ from ...checkpoint.optimizer_view import OptimizerGroups, OptimizerParameter
 from ...checkpoint.special_tensors import Shape
 from ...checkpoint.states import BUFFERS
 from ...inert_pickle.values import PARAMETER, Record, tensor_of
-from .slots import without_prefix
 
 FLOATING = ("float", "bfloat", "complex")  # how the names of parameters' element types begin
 MAX_WAYS = 20_000  # followed at once; with more of them, none is certain
@@ -111,6 +110,24 @@ def parameters_of(
         if fits:
             listed.setdefault(tensor.view, (name, tensor.shape))
     return list(listed.values())
+
+
+def without_prefix(names: Iterable[str], parameters: Mapping[str, object]) -> list[str]:
+    """Return names without the prefix by which the first known one differs from the model's."""
+    listed = list(names)
+    lengths = sorted({len(name) for name in parameters}, reverse=True)
+    prefixes = (_prefix(name, parameters, lengths) for name in listed)
+    prefix = next((prefix for prefix in prefixes if prefix is not None), "")
+    return [name.removeprefix(prefix) for name in listed]
+
+
+def _prefix(name: str, parameters: Mapping[str, object], lengths: Iterable[int]) -> str | None:
+    """Return what stands before a parameter's name, whole parts alone; None when the name ends in none."""
+    for length in lengths:
+        start = len(name) - length
+        if start >= 0 and name[start - 1 : start] in (".", "") and name[start:] in parameters:
+            return name[:start]
+    return None
 
 
 def _is_parameter(value: object) -> bool:

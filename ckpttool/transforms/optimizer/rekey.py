@@ -22,8 +22,7 @@ from ...checkpoint.flat_optimizers import BadOptimizer
 from ...checkpoint.optimizer_view import LISTS, OptimizerGroups, OptimizerView
 from ...checkpoint.special_tensors import Shape
 from ...errors import NothingToDo, Refused, UsageFault
-from .parameters import Order, ParameterSource, check_shape
-from .slots import without_prefix
+from .parameters import Order, ParameterSource, check_shape, without_prefix
 
 VECTORS = ("old_dirs", "prev_flat_grad")  # of LBFGS: they hold all parameters in one vector, in their order
 

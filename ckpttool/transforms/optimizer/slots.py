@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoint.flat_optimizers import BadOptimizer
 from ...checkpoint.optimizer_view import OptimizerGroups, OptimizerParameter, OptimizerView
+from .parameters import without_prefix
 
 FEW = 8  # misfits of each kind that are listed
 
 Shapes = Mapping[str, Sequence[int]]  # of parameters, by name
-
-
-def without_prefix(names: Iterable[str], parameters: Mapping[str, object]) -> list[str]:
-    """Return names without the prefix by which the first known one differs from the model's."""
-    listed = list(names)
-    lengths = sorted({len(name) for name in parameters}, reverse=True)
-    prefixes = (_prefix(name, parameters, lengths) for name in listed)
-    prefix = next((prefix for prefix in prefixes if prefix is not None), "")
-    return [name.removeprefix(prefix) for name in listed]
-
-
-def _prefix(name: str, parameters: Mapping[str, object], lengths: Iterable[int]) -> str | None:
-    """Return what stands before a parameter's name, whole parts alone; None when the name ends in none."""
-    for length in lengths:
-        start = len(name) - length
-        if start >= 0 and name[start - 1 : start] in (".", "") and name[start:] in parameters:
-            return name[:start]
-    return None
 
 
 @dataclass(frozen=True, slots=True)
