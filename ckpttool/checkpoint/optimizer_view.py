@@ -8,7 +8,7 @@ each group lists names as its `params`; DCP has numbers as text. The flat form i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
@@ -18,7 +18,8 @@ from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import Shape, SpecialTensor
 
 GROUPS = "param_groups"
-KEYS, NAMES = LISTS = ("params", "param_names")  # the lists of a group; its other entries are settings
+KEYS, NAMES = "params", "param_names"
+LISTS = (KEYS, NAMES)  # the entries of a group that name its parameters; the others are settings
 
 # Entries in the shape of the parameter: those of torch's optimizers, and others' under the same names.
 MOMENTA = (
@@ -39,7 +40,7 @@ def is_nested_optimizer(value: Mapping[Any, Any]) -> bool:
 
 def is_numbered(value: object) -> bool:
     """Return whether a value is an optimizer's state dict that knows its parameters by numbers alone."""
-    return is_optimizer(value) and bool(OptimizerView(value).numbers)
+    return is_optimizer(value) and any(type(key) is int for key in chain(*OptimizerView(value).keys))
 
 
 class OptimizerParameter(NamedTuple):
@@ -47,8 +48,17 @@ class OptimizerParameter(NamedTuple):
 
     key: int | str
     name: str | None  # if the file has it
-    entry: Any = None  # what the optimizer keeps of it; None for nothing
-    shape: Shape | None = None  # of its momentum; None without one (plain SGD, or never stepped)
+    entry: Any  # what the optimizer keeps of it; None for nothing
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape of its momentum; None without one (plain SGD, or never stepped)."""
+        for value in map(self.entry.get, MOMENTA) if isinstance(self.entry, dict) else ():
+            tensor = plain_tensor(value) or special_tensor(value) or value
+            is_tensor = isinstance(tensor, SpecialTensor) or not isinstance(tensor, Record)
+            if is_tensor and (shape := getattr(tensor, "shape", None)) is not None:
+                return tuple(shape)
+        return None
 
 
 OptimizerGroups = list[list[OptimizerParameter]]
@@ -84,14 +94,9 @@ class OptimizerView:
         """What is kept of each parameter, in the state's order."""
         return (entry for entry in self.state.values() if isinstance(entry, dict))
 
-    @property
-    def numbers(self) -> set[str]:
-        """The keys that are numbers, as text."""
-        return {str(key) for key in chain(*self.keys) if type(key) is int}
-
     def keeps_numbers(self, kind: type) -> bool:
         """Return whether the state has keys of this type for parameters that the groups list as numbers."""
-        numbers = self.numbers
+        numbers = {str(key) for key in chain(*self.keys) if type(key) is int}
         return any(type(key) is kind and str(key) in numbers for key in self.state)
 
     @property
@@ -138,19 +143,15 @@ class OptimizerView:
         keys = group.get(KEYS) if isinstance(group, dict) else None
         if not isinstance(keys, list) or not all(type(key) in (int, str) for key in keys):
             raise BadOptimizer("has a group without a list of `params`")
-        # torch's converter to DCP turns numbers into text.
-        is_by_name = any(isinstance(key, str) and not key.isdecimal() for key in keys)
-        names: list[Any] = list(keys) if is_by_name else [None] * len(keys)
-        listed = group.get(NAMES)
-        if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
-            if len(listed) != len(keys):
-                raise BadOptimizer(f"has {len(keys)} parameters and {len(listed)} names in one group")
-            names = listed
+        names = group.get(NAMES)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            # torch's converter to DCP turns numbers into text.
+            is_by_name = any(isinstance(key, str) and not key.isdecimal() for key in keys)
+            names = keys if is_by_name else [None] * len(keys)
+        if len(names) != len(keys):
+            raise BadOptimizer(f"has {len(keys)} parameters and {len(names)} names in one group")
         entries = (self.state[key] if key in self.state else self.state.get(str(key)) for key in keys)
-        return [
-            OptimizerParameter(key, name, entry, _shape(entry))
-            for key, name, entry in zip(keys, names, entries, strict=True)
-        ]
+        return [*map(OptimizerParameter, keys, names, entries)]
 
     def written(
         self, groups: OptimizerGroups, state: Iterable[tuple[Any, Any]], *, flat: bool | None = None
@@ -183,16 +184,15 @@ class OptimizerView:
             return names.get(name, name) if isinstance(name, str) else name
 
         def in_group(group: Any) -> Any:
-            if not isinstance(group, dict):
-                return group
-            lists = ((key, group[key]) for key in LISTS if isinstance(group.get(key), list | tuple))
-            return remade(group, (group | {key: type(old)(map(new_name, old)) for key, old in lists}).items())
+            lists = {key: group[key] for key in LISTS if isinstance(group, dict) and _listed(group.get(key))}
+            new = {key: type(old)(map(new_name, old)) for key, old in lists.items()}
+            return remade(group, (group | new).items()) if new else group
 
         new = remade(self.nested, self.nested.items())
-        if isinstance(self.nested["state"], dict):
+        if self.state:
             new["state"] = remade(self.state, ((new_name(key), entry) for key, entry in self.state.items()))
-        if isinstance(groups := self.nested[GROUPS], list | tuple):
-            new[GROUPS] = type(groups)(map(in_group, groups))
+        if self.groups:
+            new[GROUPS] = type(self.all_groups)(map(in_group, self.all_groups))
         return new
 
 
@@ -201,14 +201,5 @@ def of_names(state: dict[str, Any], groups: Iterable[Mapping[str, Any]]) -> dict
     return {"state": state, GROUPS: [*groups]}
 
 
-def _listed(value: object) -> Sequence[Any]:
+def _listed(value: object) -> list[Any] | tuple[Any, ...]:
     return value if isinstance(value, list | tuple) else ()
-
-
-def _shape(entry: Any) -> Shape | None:
-    for value in map(entry.get, MOMENTA) if isinstance(entry, dict) else ():
-        tensor = plain_tensor(value) or special_tensor(value) or value
-        is_tensor = isinstance(tensor, SpecialTensor) or not isinstance(tensor, Record)
-        if is_tensor and (shape := getattr(tensor, "shape", None)) is not None:
-            return tuple(shape)
-    return None

@@ -220,7 +220,6 @@ def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, objec
 
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
     """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
-
     view = OptimizerView(optimizer)
     checked(dict.fromkeys(view.mentioned), lambda name: names.get(name, name), PREFIXES)
     return view.renamed(names)

@@ -85,16 +85,14 @@ class _Following:
 
     def __init__(self, view: OptimizerView, mapping: StateMapping, named: OptimizerGroups) -> None:
         self.view, self.mapping, self.named = view, mapping, named
-        self.by_name = {str(parameter.name): parameter for parameter in chain(*named)}
-        self.groups = {
-            str(parameter.name): number for number, group in enumerate(named) for parameter in group
-        }
-        self.moves = {name: move for move in mapping.matched.moves for name in move.names}
-        self.done: set[int] = set()
+        self.by_name = {str(each.name): each for each in chain(*named)}
+        self.groups = {str(each.name): number for number, group in enumerate(named) for each in group}
 
     def optimizer(self) -> dict[Any, Any]:
         """Return the whole under the same kind of keys."""
-        made = [[new for old in group for new in self._made(old)] for group in self.named]
+        made: OptimizerGroups = [[] for _ in self.named]
+        for name, move in self.mapping.cases(str(each.name) for each in chain(*self.named)):
+            made[self.groups[name]] += [self.by_name[name]] if move is None else self._moved(move)
         for new in chain(*made):
             if new.name not in self.mapping.names:
                 raise BadOptimizer(f"would keep '{new.name}', which the state does not have")
@@ -109,26 +107,18 @@ class _Following:
         state = ((new.key, new.entry) for new in chain(*listed) if new.entry is not None)
         return self.view.written(listed, state)
 
-    def _made(self, old: OptimizerParameter) -> list[OptimizerParameter]:
-        """Return what becomes of a parameter; nothing where it is dropped, or another one has it already."""
-        name = str(old.name)
-        if (move := self.moves.get(name)) is None:
-            return [] if name in self.mapping.matched.dropped else [old]
-        if id(move) in self.done:
-            return []
-        self.done.add(id(move))
-        self._require_whole(move)
-        if not move.rule.steps:
-            (names,) = move.sources.values()
-            pairs = zip(move.targets((), ()), names, strict=True)
-            return [self.by_name[name]._replace(name=new) for new, name in pairs if name in self.by_name]
-        return self._through(move)
+    def _moved(self, move: Move) -> list[OptimizerParameter]:
+        """Return what becomes of the parameters that a case of a rule takes."""
+        if move.rule.steps:
+            self._require_whole(move)
+            return self._through(move)
+        (names,) = move.sources.values()
+        pairs = zip(move.targets((), ()), names, strict=True)
+        return [self.by_name[name]._replace(name=new) for new, name in pairs if name in self.by_name]
 
     def _require_whole(self, move: Move) -> None:
         """Refuse what the optimizer keeps of a part only, or in groups that differ."""
         names = list(move.names)
-        if not move.rule.steps:
-            return
         for name in names:
             if name not in self.by_name:
                 raise BadOptimizer(f"keeps '{names[0]}' and not '{name}', which {move.rule} makes one")

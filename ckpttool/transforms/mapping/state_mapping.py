@@ -6,7 +6,7 @@ The names that rules take must be all that there must be: no layer, expert or bi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -130,22 +130,22 @@ class StateMapping:
         """Where each name went, or what was made of it; known once `container` was made."""
         return Renaming({old: new for new, sources in self.names.items() for old in sources})
 
+    def cases(self, names: Iterable[Any]) -> Iterator[tuple[Any, Move | None]]:
+        """Yield the names that stay, and each case of a rule, at the first of the names that it takes."""
+        taken = {name: move for move in self.matched.moves for name in move.names}
+        seen = {*self.matched.dropped}
+        for name in names:
+            move = taken.get(name)
+            if name not in seen:
+                yield name, move
+                seen.update(() if move is None else move.names)
+
     def container(self) -> Container:
         """Return the state's dict under the new names, in the order of the old ones."""
-        taken = {name: move for move in self.matched.moves for name in move.names}
-        left = {*self.matched.dropped}
         new: Container = {}
-        seen: set[int] = set()
-        for name, value in self.values.items():
-            move = taken.get(name)
-            made: dict[Any, tuple[object, tuple[Any, ...]]]
-            if move is None:
-                made = {} if name in left else {name: (value, (name,))}
-            elif id(move) in seen:
-                continue
-            else:
-                seen.add(id(move))
-                made = {**self._moved(move)}
+        for name, move in self.cases(self.values):
+            made: Mapping[Any, tuple[object, tuple[Any, ...]]]
+            made = {name: (self.values[name], (name,))} if move is None else self._moved(move)
             for target, (result, sources) in made.items():
                 if target in new:
                     both = f"'{self.names[target][0]}' and '{sources[0]}'"

@@ -136,7 +136,7 @@ def with_states(
     checkpoint: Checkpoint,
     new: Sequence[tuple[State, dict[Any, Any]]],
     moved: Renaming,
-    follow: Callable[[dict[Any, Any], Owners], dict[Any, Any]] | None,
+    take_along: Callable[[dict[Any, Any], Owners], dict[Any, Any]] | None,
     *,
     numbers: bool,
 ) -> Checkpoint:
@@ -146,7 +146,7 @@ def with_states(
         checkpoint: the checkpoint; it stays as it is.
         new: states and their new dicts.
         moved: the new names of the first of them.
-        follow: returns an optimizer's state after the change; None leaves all as they are.
+        take_along: returns an optimizer's state after the change; None leaves all as they are.
         numbers: as for `Owners.follows`.
 
     Raises:
@@ -159,8 +159,8 @@ def with_states(
     def change(value: object) -> object:
         if id(value) in dicts:
             return dicts[id(value)]
-        if follow and is_optimizer(value) and owners.follows(value, numbers=numbers):
-            return follow(value, owners)
+        if take_along and is_optimizer(value) and owners.follows(value, numbers=numbers):
+            return take_along(value, owners)
         return value
 
     changed = checkpoint.changed(first, change, others)
