@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.states import is_optimizer
+from .checkpoint.optimizer_view import is_optimizer
 from .errors import CkptToolError, Damaged, NothingToDo, Refused, UsageFault
 from .files.commit import give_name
 from .files.failures import naming

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import Again, Entry, dotted, entries
-from ..checkpoint.flat_optimizers import as_nested
+from ..checkpoint.optimizer_view import LISTS, OptimizerView, is_optimizer
 from ..checkpoint.pickled_modules import is_module, own_attributes
 from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.state import State
-from ..checkpoint.states import all_tensors, is_optimizer
+from ..checkpoint.states import all_tensors
 from ..inert_pickle.known_names import UNDERSTOOD
 from ..inert_pickle.numpy_values import scalar_of
 from ..inert_pickle.values import (
@@ -66,8 +66,6 @@ SCHEDULERS = """
     PolynomialLR: total_iters power, MultiStepLR: milestones, StepLR: step_size, LambdaLR: lr_lambdas,
     ExponentialLR: gamma
 """
-
-PARAMETERS = ("params", "param_names")  # Entries of a group that name its parameters; the others are settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,21 +218,19 @@ def training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedul
 
 def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
     """Return an optimizer's state in short."""
-    value = as_nested(value)
-    groups = [group for group in _values(value["param_groups"]) if isinstance(group, dict)]
-    state = value["state"] if isinstance(value["state"], dict) else {}
+    view = OptimizerView(value)
     entries: dict[str, None] = {}
     nbytes = 0
-    for kept in state.values():
-        for key, item in kept.items() if isinstance(kept, dict) else ():
+    for kept in view.entries:
+        for key, item in kept.items():
             entries[str(key)] = None
             held = map(tensor_of, walk(item) if isinstance(item, list | tuple | dict) else [item])
             nbytes += sum(tensor.nbytes for tensor in held if tensor is not None)
-    pairs = ([pair for pair in group.items() if pair[0] not in PARAMETERS] for group in groups)
+    pairs = ([pair for pair in group.items() if pair[0] not in LISTS] for group in view.groups)
     settings = tuple({str(key): item for key, item in rest if _is_plain(item)} for rest in pairs)
-    sizes = tuple(len(_values(group.get("params"))) for group in groups)
-    kind = _optimizer(entries, groups)
-    return OptimizerRow(name, kind, sum(sizes), len(state), tuple(entries), nbytes, settings, sizes)
+    sizes = tuple(map(len, view.keys))
+    kind = _optimizer(entries, view.groups)
+    return OptimizerRow(name, kind, sum(sizes), len(view.state), tuple(entries), nbytes, settings, sizes)
 
 
 def _optimizer(entries: Mapping[str, None], groups: list[dict[object, object]]) -> str | None:
@@ -257,10 +253,6 @@ def describe_scheduler(name: str, value: object) -> SchedulerRow | None:
     rate = value.get("_last_lr")
     last = value["last_epoch"] if isinstance(value["last_epoch"], int | float) else None
     return SchedulerRow(name, kind or "a scheduler", last, rate if _is_plain(rate) else None)
-
-
-def _values(value: object) -> list[object] | tuple[object, ...]:
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _is_plain(value: object) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, expect
 from ..checkpoint.dotted_names import Entry, contents, dotted, is_tensor
+from ..checkpoint.optimizer_view import is_optimizer
 from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ..checkpoint.special_tensors import SHARDED
-from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError
 from ..files.pieces import Progress
 from ..formats.one_of_several import piece_of

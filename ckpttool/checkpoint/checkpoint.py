@@ -14,13 +14,14 @@ from ..lazy import shown_by
 from ..tensors.ref import Storage, TensorRef
 from ..tensors.source import Source
 from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted, follow
+from .optimizer_view import is_optimizer
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import SpecialTensor, index_fault
 from .state import State, in_part
 from .state_search import StateSearch
-from .states import is_offered, is_optimizer, places_of
+from .states import is_offered, places_of
 
 # The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
 # header that has metadata but not this entry.

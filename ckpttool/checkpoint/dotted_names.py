@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..inert_pickle.values import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, remade, tensor_of
 from ..tensors.ref import TensorRef
+from .optimizer_view import is_nested_optimizer
 from .pickled_modules import inside, is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
 
@@ -180,7 +181,7 @@ def _with_tensors(root: Container) -> set[int]:
     stack, seen, ready = [root], {id(root)}, []
     while stack:
         value = stack.pop()
-        if not all(isinstance(key, str) for key in value) or {"state", "param_groups"} <= value.keys():
+        if not all(isinstance(key, str) for key in value) or is_nested_optimizer(value):
             continue  # an optimizer's state is no model's
         if any(map(is_tensor, value.values())):
             ready.append(id(value))

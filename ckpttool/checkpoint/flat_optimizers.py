@@ -14,6 +14,7 @@ from ..inert_pickle.values import in_brief, remade, tensor_of
 
 STATE, GROUPS = "state.", "param_groups."
 LEVELS = 8  # of dicts that an optimizer keeps of a parameter, as Shampoo does
+BY_NAMES = "--to names keeps it"
 SMALL = 64  # bytes of a setting that is a tensor, such as a learning rate on the device
 
 
@@ -25,11 +26,6 @@ def is_flat(value: object) -> bool:
     if not all(isinstance(key, str) and key.startswith((STATE, GROUPS)) for key in value):
         return False
     return any(key.startswith(GROUPS) and key.count(".") > 1 for key in value)
-
-
-def as_nested(optimizer: dict[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state with `state` and `param_groups`, keyed by names if it was flat."""
-    return nested(optimizer) if is_flat(optimizer) else optimizer
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,12 +48,16 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": in_order | state, "param_groups": [*groups.values()]}
 
 
-class Unflattenable(ValueError):
-    """What a flat state can't hold; the message reads on after "the optimizer"."""
+class BadOptimizer(ValueError):
+    """An optimizer's state that can't be used; the message reads on after "the optimizer"."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state that is keyed by names as torch flattens it. Raises Unflattenable."""
+    """Return a state that is keyed by names as torch flattens it. Raises BadOptimizer."""
     flat = {}
     for name, entry in optimizer["state"].items():
         todo = [(f"{STATE}{name}", entry)]
@@ -78,11 +78,11 @@ def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 def _require_flattenable(where: str, value: Mapping[Any, Any], *, may_be_empty: bool) -> None:
     """Check that a dict can be made again from the dotted names of its entries."""
     if not (value or may_be_empty):
-        raise Unflattenable(f"keeps an empty dict as '{where[:80]}', which a flat state can't hold")
+        raise BadOptimizer(f"keeps an empty dict as '{where[:80]}', which a flat state can't hold", BY_NAMES)
     for key in value:
         if not isinstance(key, str) or "." in key:
             what = f"keeps '{in_brief(key)[:80]}' ({type(key).__name__}) in '{where[:80]}'"
-            raise Unflattenable(f"{what}, and the keys of a flat state are text without dots")
+            raise BadOptimizer(f"{what}, and the keys of a flat state are text without dots", BY_NAMES)
 
 
 def parameters(flat: Mapping[str, Any]) -> Iterator[str]:

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from itertools import islice
-from typing import Any, TypeGuard
 
 from ..inert_pickle.values import Record
 from ..tensors.ref import TensorRef
 from .dotted_names import EXTRA_STATE, Container, Path, follow, holds_only_tensors, is_tensor
-from .flat_optimizers import is_flat
+from .optimizer_view import is_optimizer
 from .pickled_modules import is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
 from .special_tensors import Shape, SpecialTensor, placeholder
@@ -60,18 +59,6 @@ def is_nested(path: Path, value: Container) -> bool:
 def all_tensors(values: Iterable[object]) -> bool:
     """Return whether all values are tensors, in a tenth of the time that a loop takes."""
     return {*map(type, values)} == {TensorRef}
-
-
-def is_optimizer(value: object) -> TypeGuard[dict[Any, Any]]:
-    """Return whether a value is an optimizer's state dict, nested or flat (see `as_nested`)."""
-    return isinstance(value, dict) and (("param_groups" in value and "state" in value) or is_flat(value))
-
-
-def is_numbered(value: object) -> bool:
-    """Return whether a value is an optimizer's state dict that knows its parameters by numbers alone."""
-    groups = value.get("param_groups") if is_optimizer(value) else None
-    params = [group.get("params") for group in groups or () if isinstance(group, dict)]
-    return any(isinstance(each, int) for listed in params if isinstance(listed, list) for each in listed)
 
 
 def candidates(root: object) -> Iterator[Path]:

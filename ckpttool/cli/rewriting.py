@@ -147,7 +147,7 @@ def rewrite(
 ) -> None:
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats
-    from ..checkpoint.states import is_optimizer
+    from ..checkpoint.optimizer_view import is_optimizer
     from ..formats.saving.destination import WHOLE, destination
 
     started, console = time.perf_counter(), job.console

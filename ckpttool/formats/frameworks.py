@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.optimizer_view import is_optimizer
 from ..checkpoint.ranks import HINT, Ranks
 from ..checkpoint.state import elsewhere
-from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
 from ..remote.places import exists, folders_in, is_folder, names_in, open_source_at
 from ..system import join

@@ -16,10 +16,10 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.dotted_names import Path, dotted, leave_out
-from ..checkpoint.flat_optimizers import as_nested
+from ..checkpoint.optimizer_view import is_optimizer
 from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
-from ..checkpoint.states import BUFFERS, is_optimizer
+from ..checkpoint.states import BUFFERS
 from ..errors import NothingToDo, OutputExists, Refused, UsageFault
 from ..files.commit import writing_into
 from ..files.commit_folder import replacing_folder, require_replaceable
@@ -240,8 +240,7 @@ class SplitPlan:
             case []:
                 return None
             case [(name, value)]:
-                nested = as_nested(value)
-                return SplitOptimizer(self.path, (name,), nested, self.tensors, self.sharded, asked=asked)
+                return SplitOptimizer(self.path, (name,), value, self.tensors, self.sharded, asked=asked)
             case optimizers:
                 names = ", ".join(f"'{name}'" for name, _ in optimizers)
                 what = f"holds {len(optimizers)} optimizers ({names}), and a rank has one file for one"

@@ -293,6 +293,24 @@ class TensorRef:
             np.negative(values, out=values)
         return values
 
+    def permuted(self, axes: Sequence[int]) -> TensorRef | None:
+        """Return the tensor with its axes in another order; None where these are not its axes."""
+        if sorted(axes) != [*range(len(self.shape))]:
+            return None
+        shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (self.shape, self.stride))
+        return replace(self, shape=shape, stride=stride)
+
+    def viewed(self, shape: tuple[int, ...]) -> TensorRef | None:
+        """Return the elements in another shape, which must have as many; None when no strides do that."""
+        if self.is_contiguous:
+            return replace(self, shape=shape, stride=contiguous_stride(shape))
+        sizes = [(size, step) for size, step in zip(self.shape, self.stride, strict=True) if size != 1]
+        if [size for size, _ in sizes] != [size for size in shape if size != 1]:
+            return None
+        steps = iter([step for _, step in sizes])
+        stride = tuple(1 if size == 1 else next(steps) for size in shape)
+        return replace(self, shape=shape, stride=stride)
+
     @classmethod
     def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
         """Return a tensor that begins with its storage and lies in row-major order."""

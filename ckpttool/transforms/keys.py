@@ -12,16 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, takes_checkpoint
-from ..checkpoint.dotted_names import follow
-from ..checkpoint.module_kinds import moved_kinds
+from ..checkpoint.optimizer_view import OptimizerView
 from ..checkpoint.state import State
-from ..checkpoint.states import is_optimizer
 from ..errors import CkptToolError, NothingToDo
-from ..inert_pickle.values import OrderedDict_, remade
+from ..inert_pickle.values import remade
 from ..words import first_key
-from .optimizer.names import as_listed, rename_parameters
-from .optimizer.owners import Owners
-from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, strip_names
+from .optimizer.owners import Owners, other_states, with_copies, with_states
+from .renaming import PREFIXES, Renaming, add_names, checked, rename_names, strip_names, with_versions
 from .wrappers import found_prefixes, inner_prefixes
 
 
@@ -106,7 +103,9 @@ def strip_prefix(
         return strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
 
     renaming = stripped(target)
-    all_others = [(other, stripped(other)) for other in _others(checkpoint, target)] if state is None else []
+    all_others = (
+        [(other, stripped(other)) for other in other_states(checkpoint, target)] if state is None else []
+    )
     others = [(other, theirs) for other, theirs in all_others if theirs.renamed]
     if not renaming.renamed:
         raise _nothing(checkpoint, target, prefix, [other for other, _ in others])
@@ -168,33 +167,6 @@ def _keys(state: State) -> list[str]:
     return [key for key in state.container if isinstance(key, str)]
 
 
-def _others(checkpoint: Checkpoint, state: State) -> list[State]:
-    """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
-    states: dict[int, State] = {}
-    for path in checkpoint.states():
-        value = follow(checkpoint.tree, path)
-        if isinstance(value, dict) and value is not state.anchor:
-            states.setdefault(id(value), checkpoint.state_at(path))
-    return list(states.values())
-
-
-def with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
-    """Return a state and, if it is not named, its copies, such as averages of all or some parameters."""
-    state = checkpoint.state(where)
-    others = _others(checkpoint, state) if where is None else []
-    return [state, *(other for other in others if _is_copy(other, state))]
-
-
-def _is_copy(other: State, state: State) -> bool:
-    """Return whether two states share most names, or one has nothing but tensors of the other's forms."""
-    mine, its = state.tensors.keys(), other.tensors.keys()
-    if 2 * len(mine & its) > max(len(mine), len(its)):
-        return True
-    return (
-        bool(its) and its <= mine and all(state[name].shape == tensor.shape for name, tensor in other.items())
-    )
-
-
 def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[State]) -> NothingToDo:
     where, keys = f" of '{state.where}'" if state.where else "", _keys(state)
     hint = first_key(state.container)
@@ -224,23 +196,17 @@ def _apply(
     wrappers: Mapping[str, object] | None = None,
 ) -> tuple[Checkpoint, Renaming]:
     """Rename states, their module versions, and the parameter names of every optimizer in the file."""
-    states = {id(other.container): (other, theirs) for other, theirs in [*others, (state, renaming)]}
-    names = {old: new for _, theirs in reversed(states.values()) for old, new in theirs.names.items()}
-    owners = Owners(checkpoint, [state, *(other for other, _ in others)])
+    changes = [(state, renaming), *others]
+    names = {old: new for _, each in (changes[0], *reversed(others)) for old, new in each.names.items()}
 
-    def change(value: object) -> object:
-        if id(value) in states:
-            return _rename_state(*states[id(value)], wrappers or {})
-        if is_optimizer(value) and owners.follows(value, numbers=False):
-            prefix = owners.prefix(value)
-            full_names = {prefix + old: prefix + new for old, new in names.items()}
-            return rename_parameters(value, as_listed(value, full_names))
-        return value
+    def follow(optimizer: dict[Any, Any], owners: Owners) -> dict[Any, Any]:
+        prefix = owners.prefix(optimizer)
+        full_names = {prefix + old: prefix + new for old, new in names.items()}
+        return rename_parameters(optimizer, _as_listed(optimizer, full_names))
 
-    also = {other.where: theirs for other, theirs in others}
-    changed = checkpoint.changed(state, change, [other for other, _ in others])
-    texts = moved_kinds(checkpoint.metadata, _keys(state), renaming.names, renaming.modules())
-    return replace(changed, metadata=texts), replace(renaming, also=also)
+    new = [(each, _rename_state(each, theirs, wrappers or {})) for each, theirs in changes]
+    changed = with_states(checkpoint, new, renaming, follow, numbers=False)
+    return changed, replace(renaming, also={other.where: theirs for other, theirs in others})
 
 
 def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, object]) -> dict[object, object]:
@@ -249,33 +215,23 @@ def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, objec
     pairs = state.container.items()
     stay = ((key, value) for key, value in pairs if not isinstance(key, str) or key in names)
     new = remade(state.container, ((names.get(key, key), value) for key, value in stay))
-    if isinstance(new, OrderedDict_) and isinstance(new.attributes, dict) and state.versions is not None:
-        versions = renamed_versions(state.versions, renaming, wrappers)
-        new.attributes = {**new.attributes, "_metadata": versions}
-    return new
+    return with_versions(new, state.versions, renaming, wrappers)
 
 
-def renamed_versions(
-    versions: dict[object, object], renaming: Renaming, wrappers: Mapping[str, object]
-) -> dict[object, object]:
-    """Return `_metadata` under the new paths, without those of wrappers, which enclose no key any more."""
-    new = remade(versions, wrappers.items())
-    module = renaming.modules()
-    before, after = _enclosing(renaming.names), _enclosing(renaming.names.values())
-    # The wrapped module follows its wrapper, so its entry replaces the wrapper's under their common new path.
-    for path, entry in versions.items():
-        moved = module(path) if isinstance(path, str) else path
-        if not isinstance(moved, str) or path not in before or moved in after:
-            new[moved] = entry
-    return new
+def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
+    """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
+    view = OptimizerView(optimizer)
+    checked(dict.fromkeys(view.mentioned), lambda name: names.get(name, name), PREFIXES)
+    return view.renamed(names)
 
 
-def _enclosing(names: Iterable[str]) -> set[str]:
-    """Return the paths of all modules that enclose a key, the root included, MAX_LEVELS deep."""
-    paths = {""}
-    for name in names:
-        path = parent(name) if name.count(".") <= MAX_LEVELS else ".".join(name.split(".", MAX_LEVELS)[:-1])
-        while path not in paths:
-            paths.add(path)
-            path = parent(path)
-    return paths
+def _as_listed(optimizer: Any, names: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the names without the state's wrapper, where the optimizer was made of the model inside it."""
+    listed = [*OptimizerView(optimizer).mentioned]
+    if not listed or listed[0] in names:
+        return names
+    for wrapper in (found.prefix for found in found_prefixes(names)):
+        if all(wrapper + name in names for name in listed):
+            inside = {old: new for old, new in names.items() if old.startswith(wrapper)}
+            return {old.removeprefix(wrapper): new.removeprefix(wrapper) for old, new in inside.items()}
+    return names

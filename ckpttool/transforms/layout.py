@@ -31,12 +31,11 @@ def permute(checkpoint: Checkpoint, rules: Rules, *, state: str | None = None) -
     """Return a checkpoint with the axes of some tensors in another order, as `torch.permute` orders them."""
 
     def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
-        if sorted(axes) != list(range(len(tensor.shape))):
+        if (new := tensor.permuted(axes)) is None:
             what = f"is not a permutation of the {len(tensor.shape)} axes of '{key}'"
             hint = "count axes from 0: 1,0 transposes a matrix"
             raise UsageFault(f"{checkpoint.path}: {_listed(axes)} {what}", hint=hint)
-        shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (tensor.shape, tensor.stride))
-        return replace(tensor, shape=shape, stride=stride)
+        return new
 
     return _by_pattern(checkpoint, rules, moved, state)
 
@@ -50,24 +49,13 @@ def reshape(checkpoint: Checkpoint, rules: Rules, *, state: str | None = None) -
         if prod(shape) != tensor.numel:
             counts = f"has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
             raise UsageFault(f"{checkpoint.path}: '{key}' {counts}")
-        if (stride := strides(tensor, shape)) is None:
+        if (new := tensor.viewed(shape)) is None:
             hint = "make it contiguous first: convert to .safetensors, then convert that"
             what = f"is a strided view and can't be viewed as {_listed(shape)}"
             raise UsageFault(f"{checkpoint.path}: '{key}' {what}", hint=hint)
-        return replace(tensor, shape=shape, stride=stride)
+        return new
 
     return _by_pattern(checkpoint, rules, shaped, state)
-
-
-def strides(tensor: TensorRef, shape: Sizes) -> Sizes | None:
-    """Return the strides that show a tensor's elements in another shape; None when no strides do."""
-    if tensor.is_contiguous:
-        return TensorRef.contiguous(tensor.storage, tensor.dtype, shape).stride
-    sizes = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1]
-    if [size for size, _ in sizes] != [size for size in shape if size != 1]:
-        return None
-    steps = iter([step for _, step in sizes])
-    return tuple(1 if size == 1 else next(steps) for size in shape)
 
 
 def _by_pattern(

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from operator import methodcaller
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import system
 from ..errors import Collision, UsageFault
+from ..inert_pickle.values import OrderedDict_, remade
 from ..words import in_short
 
 KEY_SECONDS: float = 2  # of one expression on one key
@@ -77,6 +78,45 @@ def parent(path: str) -> str:
 
 def _last(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+def with_versions(
+    new: dict[Any, Any],
+    versions: dict[object, object] | None,
+    renaming: Renaming,
+    wrappers: Mapping[str, object] | None = None,
+) -> dict[Any, Any]:
+    """Return a state's dict, with torch's `_metadata` under the new paths if it is one that has some."""
+    if isinstance(new, OrderedDict_) and isinstance(new.attributes, dict) and versions is not None:
+        moved = _renamed_versions(versions, renaming, wrappers or {})
+        new.attributes = {**new.attributes, "_metadata": moved}
+    return new
+
+
+def _renamed_versions(
+    versions: dict[object, object], renaming: Renaming, wrappers: Mapping[str, object]
+) -> dict[object, object]:
+    """Return `_metadata` under the new paths, without those of wrappers, which enclose no key any more."""
+    new = remade(versions, wrappers.items())
+    module = renaming.modules()
+    before, after = _enclosing(renaming.names), _enclosing(renaming.names.values())
+    # The wrapped module follows its wrapper, so its entry replaces the wrapper's under their common new path.
+    for path, entry in versions.items():
+        moved = module(path) if isinstance(path, str) else path
+        if not isinstance(moved, str) or path not in before or moved in after:
+            new[moved] = entry
+    return new
+
+
+def _enclosing(names: Iterable[str]) -> set[str]:
+    """Return the paths of all modules that enclose a key, the root included, MAX_LEVELS deep."""
+    paths = {""}
+    for name in names:
+        path = parent(name) if name.count(".") <= MAX_LEVELS else ".".join(name.split(".", MAX_LEVELS)[:-1])
+        while path not in paths:
+            paths.add(path)
+            path = parent(path)
+    return paths
 
 
 def strip_names(

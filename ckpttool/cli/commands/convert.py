@@ -161,7 +161,7 @@ def _in_form(
 
 
 def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
-    from ...checkpoint.states import is_numbered
+    from ...checkpoint.optimizer_view import is_numbered
     from ...inert_pickle.values import walk
     from ...transforms.mapping.applying import FILES, apply_map
 

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.optimizer_view import GROUPS, of_names
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
@@ -29,7 +30,7 @@ from ..ranks.pieces import Candidates, RankFile, Take, Wholes, require_rank, who
 from . import files as run_files
 from .files import LATEST, SETTINGS, ZERO, Files, contents, is_universal, named_by, one_step, states_in
 from .reading import NAME, buffers_of, framework, frozen_of, module_of, shapes_of_groups, without_pieces
-from .zero import IN_USE, alone, numel, param_groups
+from .zero import IN_USE, alone, groups_by_name, numel
 
 WEIGHTS, STEP = "fp32", "step"
 
@@ -195,7 +196,7 @@ def _optimizer(run: Files, parts: _Parts, groups: Sequence[Shapes]) -> dict[str,
                 kept[STEP] = step
             if kept:
                 state[name] = kept
-    return {"state": state, "param_groups": param_groups(run, {0: parts.settings.tree}, [*map(list, groups)])}
+    return of_names(state, groups_by_name(run, {0: parts.settings.tree}, [*map(list, groups)]))
 
 
 def _step_of_group(settings: Checkpoint, number: int) -> object:
@@ -207,5 +208,5 @@ def _step_of_group(settings: Checkpoint, number: int) -> object:
 
 def _settings_left(parts: _Parts) -> Iterator[str]:
     for name in attributes(parts.settings.tree if parts.settings else None):
-        if name not in IN_USE and name not in ("param_groups", "optimizer_state_dict"):
+        if name not in IN_USE and name not in (GROUPS, "optimizer_state_dict"):
             yield f"'{in_brief(name)[:80]}' of {SETTINGS}"

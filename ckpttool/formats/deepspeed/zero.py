@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from ...checkpoint.optimizer_view import OptimizerView, of_names
 from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
 from ...inert_pickle.values import Record, in_brief, tensor_of
@@ -202,8 +203,8 @@ def optimizer_of(files: Files, layout: Layout, names: Names, wholes: Wholes) -> 
     if all(isinstance(kept, list) for kept in by_rank.values()):  # elastic_checkpoint keeps states alone
         missing = "the settings of the optimizer's parameter groups, which `elastic_checkpoint` leaves out"
         wholes.left.append(missing)
-        return {"state": state, "param_groups": [{"params": list(listed)} for listed in names]}
-    return {"state": state, "param_groups": param_groups(files, by_rank, names)}
+        return of_names(state, [{"params": list(listed)} for listed in names])
+    return of_names(state, groups_by_name(files, by_rank, names))
 
 
 class _Joining:
@@ -272,11 +273,11 @@ def _copied(value: object) -> object:
     return value
 
 
-def param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
+def groups_by_name(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups, which list their parameters by name."""
-    first = min(bases)
-    groups, file = _groups(bases[first]), files.optims[first]
-    if other := next((files.optims[rank] for rank in bases if not same(_groups(bases[rank]), groups)), None):
+    first, listed_by = min(bases), {rank: OptimizerView(base).all_groups for rank, base in bases.items()}
+    groups, file = listed_by[first], files.optims[first]
+    if other := next((files.optims[rank] for rank in bases if not same(listed_by[rank], groups)), None):
         what = f"is of another step or run: its optimizer's settings are not those in {file.path}"
         raise other.damaged(what)
     listed = [group.get("params") if isinstance(group, dict) else None for group in groups]
@@ -285,11 +286,6 @@ def param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[d
         raise file.damaged("has an optimizer of other parameter groups than its model")
     ordered = [given_order(name, files.world_size) if dealt_out(files) else list(name) for name in names]
     return [{**group, "params": [name for i in group["params"] for name in ordered[i]]} for group in groups]
-
-
-def _groups(base: object) -> list[Any]:
-    groups = base.get("param_groups") if isinstance(base, dict) else None
-    return groups if isinstance(groups, list) else []
 
 
 def dealt_out(files: Files) -> bool:

@@ -6,9 +6,8 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ...checkpoint.flat_optimizers import as_nested
+from ...checkpoint.optimizer_view import OptimizerView, is_optimizer
 from ...checkpoint.ranks import HINT
-from ...checkpoint.states import is_optimizer
 from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
 from ...tensors.values import MAX_EXPANSION, in_pieces, stream
@@ -171,8 +170,7 @@ def _steps(tree: Any, numbers: Numbers) -> Iterator[int]:
     """Yield the steps in a file's optimizers, which lie at its top or one level below."""
     inside: Iterable[Any] = tree.values() if isinstance(tree, dict) else ()
     for optimizer in (each for each in (tree, *inside) if is_optimizer(each)):
-        state = as_nested(optimizer)["state"]
-        for entry in state.values() if isinstance(state, dict) else ():
-            step = numbers.of(entry.get("step")) if isinstance(entry, dict) else None
+        for entry in OptimizerView(optimizer).entries:
+            step = numbers.of(entry.get("step"))
             if isinstance(step, int) or (step is not None and step.is_integer()):  # not NaN
                 yield int(step)

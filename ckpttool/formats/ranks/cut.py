@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...checkpoint.dotted_names import Path, dotted, leave_out
+from ...checkpoint.optimizer_view import OptimizerView
 from ...checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ...errors import Refused
 from ...inert_pickle.values import Global, Record, remade, tensor_of, walk
@@ -121,14 +122,14 @@ class SplitOptimizer:
         *,
         asked: bool,
     ) -> None:
-        self.file, self.path, self.value = file, path, value
-        if not isinstance(value["state"], dict):
-            raise self._refused(f"'{dotted(path)}' has a {type(value['state']).__name__} for its `state`")
-        names, cut = _names(value), {*sharded}
+        self.file, self.path, self.view = file, path, OptimizerView(value)
+        state, names, cut = self.view.nested["state"], self.view.names, {*sharded}
+        if not isinstance(state, dict):
+            raise self._refused(f"'{dotted(path)}' has a {type(state).__name__} for its `state`")
         self.whole: set[object] = set()
         unnamed: list[object] = []
         spare = Counter(tensors[name].shape for name in sharded)
-        for key in value["state"]:
+        for key in state:
             name = key if key in tensors else names.get(str(key))
             if name not in tensors:
                 unnamed.append(key)
@@ -139,14 +140,13 @@ class SplitOptimizer:
                 spare[tensors[name].shape] -= 1
         # As many parameters as are cut, of the same shapes: what stays whole is none of the optimizer's.
         parameters = {tensors[name].view for name in sharded}
-        listed = [keys for group in _groups(value) if isinstance(keys := group.get("params"), list)]
-        if asked and unnamed and len(parameters) != sum(map(len, listed)):
+        if asked and unnamed and len(parameters) != sum(map(len, self.view.keys)):
             what = f"the optimizer does not say whether its parameter {unnamed[0]!s:.80} stays whole"
             hint = "name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it"
             raise Refused(file, what, hint=f"{hint} lists them in the state's order, else with --model SPEC")
         for key in unnamed:
             self._require_one_of(key, spare)
-        known = set() if unnamed else {*names.values(), *map(str, value["state"])}
+        known = set() if unnamed else {*names.values(), *map(str, state)}
         views = {tensors[name].view for name in known & tensors.keys()}  # a tied parameter has two names
         self.without = tuple(name for name in sharded if views and tensors[name].view not in views)
         """Names of the model's that are cut, and that the optimizer, which names its parameters, has not."""
@@ -178,7 +178,7 @@ class SplitOptimizer:
 
     def _shaped(self, key: object) -> Iterator[tuple[object, TensorRef]]:
         """Yield what is kept of a parameter in tensors with axes, which are cut."""
-        entry = self.value["state"][key]
+        entry = self.view.state[key]
         for kept, value in entry.items() if isinstance(entry, dict) else [("all", entry)]:
             tensor = plain_tensor(value)
             if tensor is None or not isinstance(entry, dict):
@@ -191,7 +191,7 @@ class SplitOptimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are cut."""
-        keys = (key for key in self.value["state"] if key not in self.whole)
+        keys = (key for key in self.view.state if key not in self.whole)
         return sum(tensor.nbytes for key in keys for _, tensor in self._shaped(key))
 
     def of_rank(self, shards: Shards) -> dict[Any, Any]:
@@ -207,25 +207,9 @@ class SplitOptimizer:
             pieces = ((kept, piece(f"{key!s:.80}.{kept}", value)) for kept, value in entry.items())
             return remade(entry, pieces)
 
-        state = self.value["state"]
-        new = remade(state, ((key, of_parameter(key, entry)) for key, entry in state.items()))
-        return remade(self.value, (self.value | {"state": new}).items())
-
-
-def _names(optimizer: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the names of parameters by their keys, as the groups list them."""
-    names: dict[str, str] = {}
-    for group in _groups(optimizer):
-        keys, told = group.get("params"), group.get("param_names")
-        told = keys if told is None else told  # where the state is keyed by names, so are the groups
-        if isinstance(keys, list) and isinstance(told, list) and len(keys) == len(told):
-            names |= zip(map(str, keys), map(str, told), strict=True)
-    return names
-
-
-def _groups(optimizer: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-    groups = optimizer["param_groups"]
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+        entries = {key: of_parameter(key, entry) for key, entry in self.view.state.items()}
+        new = self.view.nested | {"state": remade(self.view.state, entries.items())}
+        return remade(self.view.nested, new.items())
 
 
 def _uncut(value: object) -> str:

@@ -22,9 +22,8 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
-from ...checkpoint.flat_optimizers import as_nested
+from ...checkpoint.optimizer_view import OptimizerView, is_optimizer
 from ...checkpoint.ranks import Ranks
-from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
 from ...files.open_source import CHECKPOINT_ENDINGS
 from ...inert_pickle.values import tensor_of
@@ -241,9 +240,7 @@ def _complete(size: int, group: Sequence[_Facts], take_rank: int | None) -> Rank
 
 
 def _has_rows(optimizer: Any) -> bool:
-    state = as_nested(optimizer)["state"]
-    entries = state.values() if isinstance(state, dict) else ()
-    values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
+    values = (value for entry in OptimizerView(optimizer).entries for value in entry.values())
     return any((tensor := tensor_of(value)) is not None and tensor.shape for value in values)
 
 

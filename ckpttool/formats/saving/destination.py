@@ -11,6 +11,7 @@ from typing import Any
 
 from ... import system
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.optimizer_view import OptimizerView
 from ...checkpoint.state import State
 from ...errors import OutputExists, UsageFault, already_exists
 from ...files.commit_folder import unmoved
@@ -265,18 +266,9 @@ def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, 
     into, out_of = kind == dcp.NAME and not full, checkpoint.format == dcp.NAME
     if into == out_of:
         return ()
-    of = int if into else str
-    return tuple(name or dcp_tree.TOP for name, value in checkpoint.optimizers() if _keeps_numbers(value, of))
-
-
-def _keeps_numbers(optimizer: Any, kind: type) -> bool:
-    """Return whether the state of parameters that the groups list as numbers has keys of this type."""
-    state, groups = optimizer.get("state"), optimizer.get("param_groups")
-    if not isinstance(state, dict) or not isinstance(groups, list):
-        return False
-    listed = [group.get("params") for group in groups if isinstance(group, dict)]
-    numbers = {str(key) for keys in listed if isinstance(keys, list) for key in keys if type(key) is int}
-    return any(type(key) is kind and str(key) in numbers for key in state)
+    views = ((name, OptimizerView(value)) for name, value in checkpoint.optimizers())
+    numbered = (name for name, view in views if view.keeps_numbers(int if into else str))
+    return tuple(name or dcp_tree.TOP for name in numbered)
 
 
 def copied(state: State) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.optimizer_view import is_optimizer
 from ...checkpoint.special_tensors import UNINITIALISED
 from ...checkpoint.state import State
-from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo, Refused
 from ...formats.saving.destination import format_of_name
 from ...inert_pickle.known_names import MAX_INTEGER, TAKEN

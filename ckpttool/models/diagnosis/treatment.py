@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from ...checkpoint.checkpoint import SHARDING, Checkpoint
 from ...checkpoint.dotted_names import dotted
+from ...checkpoint.optimizer_view import is_optimizer
 from ...checkpoint.state import State
-from ...checkpoint.states import is_optimizer
 from ...errors import Ambiguous, CkptToolError, NoState
 from ...formats.one_of_several import piece_of
 from ...formats.reading import open as open_checkpoint

@@ -10,8 +10,9 @@ from math import prod
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ...checkpoint.optimizer_view import is_optimizer
 from ...checkpoint.state import State
-from ...checkpoint.states import COUNTER, is_optimizer
+from ...checkpoint.states import COUNTER
 from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ...formats.reading import File
 from ...formats.reading import open as open_checkpoint

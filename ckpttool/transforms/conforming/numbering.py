@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.states import is_numbered
+from ...checkpoint.flat_optimizers import BadOptimizer
+from ...checkpoint.optimizer_view import OptimizerView, is_numbered
 from ...errors import Refused
 from ...inert_pickle.values import walk
 from ..optimizer.parameters import Names, Parameters, in_order, parameters_of
-from ..optimizer.slots import BadOptimizer, slots
 from .modules import Places
 from .search import BUFFERS
 
@@ -38,7 +38,7 @@ def require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> 
 def _named(optimizer: Any, floats: Parameters) -> list[Names]:
     """Return the names of each group's parameters; [] where the shapes of momentum allow several."""
     try:
-        shapes = [[slot.shape for slot in group] for group in slots(optimizer)]
+        shapes = [[kept.shape for kept in group] for group in OptimizerView(optimizer).parameters()]
     except BadOptimizer:
         return []
     for tensors in (floats, [(name, shape) for name, shape in floats if not BUFFERS.search(name)]):

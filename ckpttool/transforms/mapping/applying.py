@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
-from ...checkpoint.module_kinds import moved_kinds
 from ...checkpoint.settings import json_object, settings_beside
 from ...checkpoint.state import State
-from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, Refused
 from ...inert_pickle.values import Record, attributes_in
 from ...tensors.losses import CastReports
-from ..keys import with_copies
-from ..optimizer.owners import Owners
+from ..optimizer.owners import Owners, with_copies, with_states
 from ..quantization.recognise import require_unpacked
 from ..wrappers import found_prefixes
 from .builtin import rules_of
@@ -86,26 +83,18 @@ def apply(
     targets = with_copies(checkpoint, state) if optimizers else [checkpoint.state(state)]
     mappings = [StateMapping(checkpoint.path, targets[0], rules, config or {})]
     mappings += [_of_copy(checkpoint.path, copy, targets[0], rules, config or {}) for copy in targets[1:]]
-    new = {id(each.state.container): each.container() for each in mappings}
-    owners = Owners(checkpoint, targets)
-
-    def change(value: object) -> object:
-        if id(value) in new:
-            return new[id(value)]
-        if optimizers and is_optimizer(value):
-            is_own = owners.follows(value, numbers=not mappings[0].only_renames)
-            return followed(checkpoint, value, mappings[0], state) if is_own else value
-        return value
-
     first, *copies = mappings
-    also = tuple(copy.state.where for copy in copies)
-    changed = checkpoint.changed(first.state, change, [copy.state for copy in copies])
+
+    def follow(optimizer: dict[Any, Any], _: Owners) -> dict[Any, Any]:
+        return followed(checkpoint, optimizer, first, state)
+
+    new = [(each.state, each.container()) for each in mappings]
+    follows = follow if optimizers else None
+    changed = with_states(checkpoint, new, first.moved, follows, numbers=not first.only_renames)
     for each in mappings:
         require_unpacked(checkpoint, each.state, names=each.made_anew)
     casting = CastReports(reports=[report for each in mappings for report in each.reports])
-    moved = first.moved
-    texts = moved_kinds(checkpoint.metadata, first.state.keys(), moved.names, moved.modules())
-    changed = replace(changed, metadata=texts)
+    also = tuple(copy.state.where for copy in copies)
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
 
 

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import chain, count
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import leave_out
-from ...checkpoint.flat_optimizers import as_nested, flattened, is_flat
+from ...checkpoint.flat_optimizers import BadOptimizer
+from ...checkpoint.optimizer_view import OptimizerGroups, OptimizerParameter, OptimizerView
 from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...errors import Refused
-from ...inert_pickle.values import in_brief, remade
+from ...inert_pickle.values import in_brief
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
 from ..optimizer.owners import place_of
-from ..optimizer.parameters import ParameterSource
-from ..optimizer.slots import BadOptimizer, Slot, Undecided, entry_of, slots
+from ..optimizer.parameters import ParameterSource, Undecided
 from .matching import Move
 from .state_mapping import StateMapping
 
 Entry = dict[Any, Any]
-
-
-class Kept(NamedTuple):
-    """One parameter after the rules: its name, and what the optimizer keeps of it; None for nothing."""
-
-    name: str
-    entry: Any
 
 
 def followed(
@@ -42,26 +35,23 @@ def followed(
 
     Raises Refused where it is not known which parameter is which, or something can't follow.
     """
-    old = as_nested(optimizer)
+    view = OptimizerView(optimizer)
     try:
-        named = _named(checkpoint, optimizer, slots(old), mapping, state)
-        if named is None:
-            return optimizer
-        new = _Following(old, mapping, named).optimizer()
+        named = _named(checkpoint, optimizer, view.parameters(), mapping, state)
+        return optimizer if named is None else _Following(view, mapping, named).optimizer()
     except BadOptimizer as fault:
         hint = fault.hint or _leaving_out(checkpoint, optimizer)
         raise Refused(checkpoint.path, f"its optimizer {fault}", hint=hint) from None
-    return flattened(new) if is_flat(optimizer) else new
 
 
 def _named(
     checkpoint: Checkpoint,
     optimizer: Entry,
-    groups: list[list[Slot]],
+    groups: OptimizerGroups,
     mapping: StateMapping,
     state: str | None,
-) -> list[list[Slot]] | None:
-    """Return the slots with their names; None where numbers say all, as the rules rename and no more."""
+) -> OptimizerGroups | None:
+    """Return the parameters with their names; None where numbers say all, as the rules rename and no more."""
     try:
         return ParameterSource(checkpoint, None, state, None).named(groups, needed=True)[0]
     except BadOptimizer as fault:
@@ -76,7 +66,7 @@ def _leaving_out(checkpoint: Checkpoint, optimizer: Entry) -> str:
     return leave_out(checkpoint.path, place_of(checkpoint, optimizer))
 
 
-def _naming(checkpoint: Checkpoint, optimizer: Entry, groups: list[list[Slot]], state: str | None) -> str:
+def _naming(checkpoint: Checkpoint, optimizer: Entry, groups: OptimizerGroups, state: str | None) -> str:
     """Return the command that names the parameters, in the state's order if that fits."""
     where, order = [] if state is None else ["--state", state], ["--order", "state"]
     try:
@@ -93,59 +83,42 @@ def _naming(checkpoint: Checkpoint, optimizer: Entry, groups: list[list[Slot]], 
 class _Following:
     """An optimizer, parameter by parameter, on its way through the rules."""
 
-    def __init__(self, old: dict[Any, Any], mapping: StateMapping, named: list[list[Slot]]) -> None:
-        self.old, self.mapping, self.named = old, mapping, named
-        self.by_name = {str(slot.name): slot for slot in chain(*named)}
-        self.groups = {str(slot.name): number for number, group in enumerate(named) for slot in group}
-        self.moves = {name: move for move in mapping.matched.moves for name in move.names}
-        self.done: set[int] = set()
+    def __init__(self, view: OptimizerView, mapping: StateMapping, named: OptimizerGroups) -> None:
+        self.view, self.mapping, self.named = view, mapping, named
+        self.by_name = {str(each.name): each for each in chain(*named)}
+        self.groups = {str(each.name): number for number, group in enumerate(named) for each in group}
 
     def optimizer(self) -> dict[Any, Any]:
         """Return the whole under the same kind of keys."""
-        listed = [[kept for slot in group for kept in self._kept(slot)] for group in self.named]
-        for kept in chain(*listed):
-            if kept.name not in self.mapping.names:
-                raise BadOptimizer(f"would keep '{kept.name}', which the state does not have")
-        is_numbered = any(slot.key != slot.name for slot in chain(*self.named))
-        is_text = any(isinstance(slot.key, str) for slot in chain(*self.named))
-        numbers = iter(range(sum(map(len, listed))))
-        new = remade(self.old, self.old.items())
-        state: dict[Any, Any] = {}
-        new["param_groups"] = []
-        for group, entries in zip(self.old["param_groups"], listed, strict=True):
-            keys: list[Any] = [next(numbers) if is_numbered else kept.name for kept in entries]
-            keys = [*map(str, keys)] if is_text else keys
-            new["param_groups"].append(again := remade(group, group.items()))
-            again["params"] = keys
-            if "param_names" in again:
-                again["param_names"] = [kept.name for kept in entries]
-            state |= {k: kept.entry for k, kept in zip(keys, entries, strict=True) if kept.entry is not None}
-        new["state"] = remade(self.old["state"], state.items())
-        return new
+        made: OptimizerGroups = [[] for _ in self.named]
+        for name, move in self.mapping.cases(str(each.name) for each in chain(*self.named)):
+            made[self.groups[name]] += [self.by_name[name]] if move is None else self._moved(move)
+        for new in chain(*made):
+            if new.name not in self.mapping.names:
+                raise BadOptimizer(f"would keep '{new.name}', which the state does not have")
+        is_numbered = any(old.key != old.name for old in chain(*self.named))
+        is_text = any(isinstance(old.key, str) for old in chain(*self.named))
+        numbers = count()
+        listed: OptimizerGroups = []
+        for group in made:
+            keys: list[Any] = [next(numbers) if is_numbered else new.name for new in group]
+            pairs = zip(map(str, keys) if is_text else keys, group, strict=True)
+            listed.append([new._replace(key=key) for key, new in pairs])
+        state = ((new.key, new.entry) for new in chain(*listed) if new.entry is not None)
+        return self.view.written(listed, state)
 
-    def _kept(self, slot: Slot) -> list[Kept]:
-        """Return what becomes of a parameter; nothing where it is dropped, or another one has it already."""
-        name = str(slot.name)
-        if (move := self.moves.get(name)) is None:
-            return [] if name in self.mapping.matched.dropped else [Kept(name, self._entry(name))]
-        if id(move) in self.done:
-            return []
-        self.done.add(id(move))
-        self._require_whole(move)
-        if not move.rule.steps:
-            (names,) = move.sources.values()
-            pairs = zip(move.targets((), ()), names, strict=True)
-            return [Kept(new, self._entry(old)) for new, old in pairs if old in self.by_name]
-        return self._through(move)
-
-    def _entry(self, name: str) -> Any:
-        return entry_of(self.old["state"], self.by_name[name].key)
+    def _moved(self, move: Move) -> list[OptimizerParameter]:
+        """Return what becomes of the parameters that a case of a rule takes."""
+        if move.rule.steps:
+            self._require_whole(move)
+            return self._through(move)
+        (names,) = move.sources.values()
+        pairs = zip(move.targets((), ()), names, strict=True)
+        return [self.by_name[name]._replace(name=new) for new, name in pairs if name in self.by_name]
 
     def _require_whole(self, move: Move) -> None:
         """Refuse what the optimizer keeps of a part only, or in groups that differ."""
         names = list(move.names)
-        if not move.rule.steps:
-            return
         for name in names:
             if name not in self.by_name:
                 raise BadOptimizer(f"keeps '{names[0]}' and not '{name}', which {move.rule} makes one")
@@ -156,9 +129,9 @@ class _Following:
             if not step.follows:
                 raise BadOptimizer(f"keeps '{names[0]}', whose state can't follow '{step.verb}'")
 
-    def _through(self, move: Move) -> list[Kept]:
+    def _through(self, move: Move) -> list[OptimizerParameter]:
         """Return the entries after the steps of a rule."""
-        entries = {name: self._entry(name) for name in move.names}
+        entries = {name: self.by_name[name].entry for name in move.names}
         first = next(iter(entries.values()))
         for name, entry in entries.items():
             if (entry is None) != (first is None) or (entry is not None and {*entry} != {*first}):
@@ -172,7 +145,7 @@ class _Following:
             for entry, value in zip(made, values * len(targets) if len(values) == 1 else values, strict=True):
                 if entry is not None:
                     entry[key] = value
-        return [*map(Kept, targets, made)]
+        return [OptimizerParameter("", *pair) for pair in zip(targets, made, strict=True)]
 
     def _values(self, move: Move, key: object, entries: Mapping[str, Entry]) -> list[Any]:
         """Return one value for all, or one for each target in their order."""

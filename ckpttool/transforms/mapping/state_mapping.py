@@ -6,19 +6,18 @@ The names that rules take must be all that there must be: no layer, expert or bi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from ...checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ...checkpoint.state import State
 from ...errors import Collision, Refused, UsageFault
-from ...inert_pickle.values import OrderedDict_, remade
+from ...inert_pickle.values import remade
 from ...tensors.losses import CastReport
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values
-from ..keys import renamed_versions
-from ..renaming import Renaming
+from ..renaming import Renaming, with_versions
 from .matching import Matched, Move, matched
 from .numbers import Unknown, first_known
 from .rules import Count, Rule, Rules, Side, Tie
@@ -131,22 +130,22 @@ class StateMapping:
         """Where each name went, or what was made of it; known once `container` was made."""
         return Renaming({old: new for new, sources in self.names.items() for old in sources})
 
+    def cases(self, names: Iterable[Any]) -> Iterator[tuple[Any, Move | None]]:
+        """Yield the names that stay, and each case of a rule, at the first of the names that it takes."""
+        taken = {name: move for move in self.matched.moves for name in move.names}
+        seen = {*self.matched.dropped}
+        for name in names:
+            move = taken.get(name)
+            if name not in seen:
+                yield name, move
+                seen.update(() if move is None else move.names)
+
     def container(self) -> Container:
         """Return the state's dict under the new names, in the order of the old ones."""
-        taken = {name: move for move in self.matched.moves for name in move.names}
-        left = {*self.matched.dropped}
         new: Container = {}
-        seen: set[int] = set()
-        for name, value in self.values.items():
-            move = taken.get(name)
-            made: dict[Any, tuple[object, tuple[Any, ...]]]
-            if move is None:
-                made = {} if name in left else {name: (value, (name,))}
-            elif id(move) in seen:
-                continue
-            else:
-                seen.add(id(move))
-                made = {**self._moved(move)}
+        for name, move in self.cases(self.values):
+            made: Mapping[Any, tuple[object, tuple[Any, ...]]]
+            made = {name: (self.values[name], (name,))} if move is None else self._moved(move)
             for target, (result, sources) in made.items():
                 if target in new:
                     both = f"'{self.names[target][0]}' and '{sources[0]}'"
@@ -155,7 +154,7 @@ class StateMapping:
                 if isinstance(target, str):
                     self.names[target] = sources
         new = self._tied(new, "to")
-        return self._with_versions(remade(self.state.container, new.items()))
+        return with_versions(remade(self.state.container, new.items()), self.state.versions, self.moved)
 
     def _moved(self, move: Move) -> dict[str, tuple[object, tuple[str, ...]]]:
         """Return what a case of a rule makes: new name -> value, and the names that it was made of."""
@@ -236,17 +235,6 @@ class StateMapping:
             raise Refused(
                 self.path, f"{what}: {tie}", hint="a rule for it keeps it, and so does another config"
             )
-
-    def _with_versions(self, new: Container) -> Container:
-        """Return the dict with torch's versions of modules under their new paths."""
-        if (
-            isinstance(new, OrderedDict_)
-            and isinstance(new.attributes, dict)
-            and self.state.versions is not None
-        ):
-            versions = renamed_versions(self.state.versions, self.moved, {})
-            new.attributes = {**new.attributes, "_metadata": versions}
-        return new
 
 
 def _is_set(config: Mapping[str, Any], name: str) -> bool:

@@ -13,7 +13,6 @@ from ...tensors.dtypes import PLAIN_FLOATS
 from ...tensors.losses import CastReport
 from ...tensors.ref import MAX_AXES, TensorRef
 from ...tensors.values import in_row_major, made_from, require_bounded, stream, stretches
-from ..layout import strides
 from ..mean import nearest
 
 Sizes = tuple[int, ...]
@@ -36,10 +35,9 @@ def axis_of(tensor: TensorRef, axis: int, *, more: int = 0) -> int:
 
 def transposed(tensor: TensorRef, axes: Sizes) -> TensorRef:
     """Return the tensor with its axes in another order. Raises Misfit."""
-    if sorted(axes) != list(range(len(tensor.shape))):
+    if (new := tensor.permuted(axes)) is None:
         raise Misfit(f"has shape {list(tensor.shape)}, whose axes {list(axes)} do not permute")
-    shape, stride = (tuple(sizes[axis] for axis in axes) for sizes in (tensor.shape, tensor.stride))
-    return replace(tensor, shape=shape, stride=stride)
+    return new
 
 
 def reshaped(tensor: TensorRef, shape: Sizes) -> TensorRef:
@@ -51,9 +49,9 @@ def reshaped(tensor: TensorRef, shape: Sizes) -> TensorRef:
         shape = tuple(left if size == -1 else size for size in shape)
     if not fits or prod(shape) != tensor.numel:
         raise Misfit(f"has {tensor.numel} elements in shape {list(tensor.shape)}, not those of {list(shape)}")
-    if strides(tensor, shape) is None:
-        tensor = materialised(tensor)
-    return replace(tensor, shape=shape, stride=strides(tensor, shape) or ())
+    view = tensor.viewed(shape) or materialised(tensor).viewed(shape)
+    assert view is not None  # elements in a row take any shape
+    return view
 
 
 def materialised(tensor: TensorRef) -> TensorRef:

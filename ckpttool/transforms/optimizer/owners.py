@@ -1,4 +1,4 @@
-"""Which optimizers of a file change with some of its states: those of their parameters, and no other.
+"""What else of a file changes with a state: its copies, and the optimizers of their parameters; no other.
 
 A file may hold two models of the same names, each with its optimizer, or a model and its average. Names and
 shapes say whose parameters an optimizer keeps; an average has none. An optimizer of a whole model knows the
@@ -7,20 +7,23 @@ parameters of a part of it by their names in the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import Path, dotted, leave_out
-from ...checkpoint.flat_optimizers import as_nested
+from ...checkpoint.dotted_names import Path, dotted, follow, leave_out
+from ...checkpoint.flat_optimizers import BadOptimizer
+from ...checkpoint.module_kinds import moved_kinds
+from ...checkpoint.optimizer_view import OptimizerParameter, OptimizerView, is_optimizer
 from ...checkpoint.rebuilt_tensors import plain_tensor
 from ...checkpoint.state import State, part
 from ...checkpoint.states import is_average
 from ...errors import NoState, Refused
+from ..renaming import Renaming
 from .parameters import by_shapes, parameters_of
-from .slots import BadOptimizer, Slot, entry_of, slots
 
 
 class Owners:
@@ -40,7 +43,7 @@ class Owners:
             Refused: it may be of a state that changes or of one that does not.
         """
         listed = _listed(optimizer)
-        if not listed or (any(slot.name is None for slot in listed) and not numbers):
+        if not listed or (any(kept.name is None for kept in listed) and not numbers):
             return True
         mine, theirs = ([s for s in those if self._fits(listed, s)] for those in (self.changed, self._rest))
         if theirs and mine:
@@ -51,23 +54,23 @@ class Owners:
         """Return what stands before the names of the (first) state in those of a whole model's optimizer."""
         return self._prefix(self.changed[0], _listed(optimizer))
 
-    def _fits(self, listed: Sequence[Slot], state: State) -> bool:
+    def _fits(self, listed: Sequence[OptimizerParameter], state: State) -> bool:
         if is_average((*state.path, state.prefix)):
             return False
-        if any(slot.name is None for slot in listed):
+        if any(kept.name is None for kept in listed):
             found = parameters_of(self.checkpoint, state.where)
-            return bool(by_shapes([slot.shape for slot in listed], found))
+            return bool(by_shapes([kept.shape for kept in listed], found))
         prefix = self._prefix(state, listed)
         shapes = {f"{prefix}{name}": tensor.shape for name, tensor in state.items()}
         names = {f"{prefix}{name}" for name in state.container}
         return all(
-            slot.name in names and slot.shape in (None, shapes.get(str(slot.name), slot.shape))
-            for slot in listed
+            kept.name in names and kept.shape in (None, shapes.get(str(kept.name), kept.shape))
+            for kept in listed
         )
 
-    def _prefix(self, state: State, listed: Iterable[Slot]) -> str:
+    def _prefix(self, state: State, listed: Iterable[OptimizerParameter]) -> str:
         outer, prefix = self._enclosing(state)
-        return prefix if outer and all(slot.name in outer.container for slot in listed) else ""
+        return prefix if outer and all(kept.name in outer.container for kept in listed) else ""
 
     def _enclosing(self, state: State) -> tuple[State | None, str]:
         """Return the state that a state is a part of, and what stands before its names there."""
@@ -102,6 +105,69 @@ def place_of(checkpoint: Checkpoint, optimizer: object) -> str:
     return next((where for where, value in checkpoint.optimizers() if value is optimizer), "")
 
 
+def other_states(checkpoint: Checkpoint, state: State) -> list[State]:
+    """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
+    states: dict[int, State] = {}
+    for path in checkpoint.states():
+        value = follow(checkpoint.tree, path)
+        if isinstance(value, dict) and value is not state.anchor:
+            states.setdefault(id(value), checkpoint.state_at(path))
+    return list(states.values())
+
+
+def with_copies(checkpoint: Checkpoint, where: str | None) -> list[State]:
+    """Return a state and, if it is not named, its copies, such as averages of all or some parameters."""
+    state = checkpoint.state(where)
+    others = other_states(checkpoint, state) if where is None else []
+    return [state, *(other for other in others if _is_copy(other, state))]
+
+
+def _is_copy(other: State, state: State) -> bool:
+    """Return whether two states share most names, or one has nothing but tensors of the other's forms."""
+    mine, its = state.tensors.keys(), other.tensors.keys()
+    if 2 * len(mine & its) > max(len(mine), len(its)):
+        return True
+    return (
+        bool(its) and its <= mine and all(state[name].shape == tensor.shape for name, tensor in other.items())
+    )
+
+
+def with_states(
+    checkpoint: Checkpoint,
+    new: Sequence[tuple[State, dict[Any, Any]]],
+    moved: Renaming,
+    take_along: Callable[[dict[Any, Any], Owners], dict[Any, Any]] | None,
+    *,
+    numbers: bool,
+) -> Checkpoint:
+    """Return a checkpoint with other dicts for some states, which the optimizers of their parameters follow.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        new: states and their new dicts.
+        moved: the new names of the first of them.
+        take_along: returns an optimizer's state after the change; None leaves all as they are.
+        numbers: as for `Owners.follows`.
+
+    Raises:
+        Refused: an optimizer may be of a state that changes or of one that does not.
+    """
+    first, *others = (state for state, _ in new)
+    dicts = {id(state.container): changed for state, changed in new}
+    owners = Owners(checkpoint, [first, *others])
+
+    def change(value: object) -> object:
+        if id(value) in dicts:
+            return dicts[id(value)]
+        if take_along and is_optimizer(value) and owners.follows(value, numbers=numbers):
+            return take_along(value, owners)
+        return value
+
+    changed = checkpoint.changed(first, change, others)
+    keys = (key for key in first.container if isinstance(key, str))
+    return replace(changed, metadata=moved_kinds(checkpoint.metadata, keys, moved.names, moved.modules()))
+
+
 def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
     """Raise Refused where an optimizer keeps momentum of a tensor that has another form in the new state."""
     owners = Owners(checkpoint, [state])
@@ -110,10 +176,10 @@ def require_none(checkpoint: Checkpoint, state: State, new: State) -> None:
     for where, value in checkpoint.optimizers() if changed else ():
         if not owners.follows(value, numbers=True):
             continue
-        prefix, kept = owners.prefix(value), as_nested(value)["state"]
-        for slot in _listed(value):
-            name = next(iter(changed)) if slot.name is None else slot.name.removeprefix(prefix)
-            if name in changed and (slot.shape or _has_tensor(entry_of(kept, slot.key))):
+        prefix = owners.prefix(value)
+        for kept in _listed(value):
+            name = next(iter(changed)) if kept.name is None else kept.name.removeprefix(prefix)
+            if name in changed and (kept.shape or _has_tensor(kept.entry)):
                 what = f"its optimizer '{where[:80]}' keeps momentum of '{name[:80]}' as that was before"
                 hint = f"{leave_out(checkpoint.path, where)}; a rule of --map takes it along"
                 raise Refused(checkpoint.path, what, hint=hint)
@@ -125,10 +191,10 @@ def _has_tensor(entry: object) -> bool:
     return any(tensor is not None and tensor.numel > 1 for tensor in tensors)
 
 
-def _listed(optimizer: dict[Any, Any]) -> list[Slot]:
+def _listed(optimizer: dict[Any, Any]) -> list[OptimizerParameter]:
     """Return the parameters of an optimizer; none where it has not the usual form."""
     try:
-        return [*chain(*slots(as_nested(optimizer)))]
+        return [*chain(*OptimizerView(optimizer).parameters())]
     except BadOptimizer:
         return []
 

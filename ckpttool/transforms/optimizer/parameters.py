@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
+from ...checkpoint.flat_optimizers import BadOptimizer
+from ...checkpoint.optimizer_view import OptimizerGroups, OptimizerParameter
+from ...checkpoint.special_tensors import Shape
 from ...checkpoint.states import BUFFERS
 from ...inert_pickle.values import PARAMETER, Record, tensor_of
-from .slots import BadOptimizer, Shape, Slot, Undecided, without_prefix
 
 FLOATING = ("float", "bfloat", "complex")  # how the names of parameters' element types begin
 MAX_WAYS = 20_000  # followed at once; with more of them, none is certain
@@ -26,6 +28,10 @@ MODEL = "--model SPEC takes them in the order of that model's parameters"
 ORDER = "--order state takes them in the order of the file's state, --order model in that of --model"
 
 
+class Undecided(BadOptimizer):
+    """An optimizer that names no parameters, and which several assignments of them fit."""
+
+
 class ParameterSource:
     """A file, or a live model, as the source of parameters' names."""
 
@@ -36,21 +42,21 @@ class ParameterSource:
         self.live, self.order = live, order
         self.states = [parameters_of(checkpoint, path, live) for path in where]
 
-    def named(self, groups: list[list[Slot]], *, needed: bool) -> tuple[list[list[Slot]], bool]:
-        """Return the slots with their parameters' names, and whether an order was assumed to find them."""
-        if all(slot.name is not None for group in groups for slot in group):
-            self._check([slot for group in groups for slot in group])
+    def named(self, groups: OptimizerGroups, *, needed: bool) -> tuple[OptimizerGroups, bool]:
+        """Return the parameters with their names, and whether an order was assumed to find them."""
+        if all(kept.name is not None for group in groups for kept in group):
+            self._check([kept for group in groups for kept in group])
             return groups, False
         if not needed:
             return groups, False
-        shapes = [[slot.shape for slot in group] for group in groups]
+        shapes = [[kept.shape for kept in group] for group in groups]
         ways, ordered = self._by_shapes(shapes), False
         if len(ways) > 1 and (self.order or self.live):
             ways, ordered = self._in_order(shapes), True
         if len(ways) != 1:
             raise self._unnamed(several=bool(ways), ordered=ordered)
         names = iter(ways[0])
-        return [[slot._replace(name=next(names)) for slot in group] for group in groups], ordered
+        return [[kept._replace(name=next(names)) for kept in group] for group in groups], ordered
 
     def _by_shapes(self, groups: list[list[Shape | None]]) -> list[Names]:
         flat = [shape for group in groups for shape in group]
@@ -81,12 +87,12 @@ class ParameterSource:
             return Undecided(why, hint=f"{MODEL}; {ORDER}")
         return BadOptimizer(why, hint="--state WHERE says which state is meant")
 
-    def _check(self, listed: list[Slot]) -> None:
+    def _check(self, listed: list[OptimizerParameter]) -> None:
         """Refuse names whose momentum has another shape than the tensor of that name in the same file."""
         for shapes in map(dict, self.states):
-            if all(slot.name in shapes for slot in listed):
-                for slot in listed:
-                    check_shape(slot, shapes[str(slot.name)], "the file")
+            if all(kept.name in shapes for kept in listed):
+                for kept in listed:
+                    check_shape(kept, shapes[str(kept.name)], "the file")
                 return
 
 
@@ -106,16 +112,34 @@ def parameters_of(
     return list(listed.values())
 
 
+def without_prefix(names: Iterable[str], parameters: Mapping[str, object]) -> list[str]:
+    """Return names without the prefix by which the first known one differs from the model's."""
+    listed = list(names)
+    lengths = sorted({len(name) for name in parameters}, reverse=True)
+    prefixes = (_prefix(name, parameters, lengths) for name in listed)
+    prefix = next((prefix for prefix in prefixes if prefix is not None), "")
+    return [name.removeprefix(prefix) for name in listed]
+
+
+def _prefix(name: str, parameters: Mapping[str, object], lengths: Iterable[int]) -> str | None:
+    """Return what stands before a parameter's name, whole parts alone; None when the name ends in none."""
+    for length in lengths:
+        start = len(name) - length
+        if start >= 0 and name[start - 1 : start] in (".", "") and name[start:] in parameters:
+            return name[:start]
+    return None
+
+
 def _is_parameter(value: object) -> bool:
     """Return whether a value was saved as an `nn.Parameter`, as in a pickled model."""
     return isinstance(value, Record) and tensor_of(value) is not None and value.callable in PARAMETER
 
 
-def check_shape(slot: Slot, shape: Shape, where: str) -> None:
-    """Compare the shape of a slot's momentum with that of its parameter."""
-    if slot.shape not in (None, shape):
+def check_shape(kept: OptimizerParameter, shape: Shape, where: str) -> None:
+    """Compare the shape of a parameter's momentum with that of its parameter."""
+    if kept.shape not in (None, shape):
         raise BadOptimizer(
-            f"keeps momentum of shape {list(slot.shape or ())} for '{slot.name}', "
+            f"keeps momentum of shape {list(kept.shape or ())} for '{kept.name}', "
             f"whose shape in {where} is {list(shape)}"
         )
 

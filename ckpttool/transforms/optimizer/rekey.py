@@ -18,13 +18,14 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.flat_optimizers import Unflattenable, as_nested, flattened, is_flat
+from ...checkpoint.flat_optimizers import BadOptimizer
+from ...checkpoint.optimizer_view import LISTS, OptimizerGroups, OptimizerView
+from ...checkpoint.special_tensors import Shape
 from ...errors import NothingToDo, Refused, UsageFault
-from ...inert_pickle.values import remade
-from .parameters import Order, ParameterSource, check_shape
-from .slots import FLAT, BadOptimizer, Shape, Slot, entry_of, slots, without_prefix
+from .parameters import Order, ParameterSource, check_shape, without_prefix
 
-Groups = list[list[Slot]]
+VECTORS = ("old_dirs", "prev_flat_grad")  # of LBFGS: they hold all parameters in one vector, in their order
+
 Form = Literal["names", "indices", "flat"]
 FORMS = {"names": "by names", "indices": "by numbers", "flat": "flat, by names"}
 
@@ -58,7 +59,7 @@ def rekeyed(
 ) -> tuple[Checkpoint, Rekeyed]:
     """Return a checkpoint whose optimizers are keyed by the names of parameters, or by numbers as torch does.
 
-    "flat" is one flat dict by names, as torchtitan has: `state.NAME.exp_avg`, `param_groups.NAME.lr`.
+    "flat" is one flat dict by names, as torchtitan has it: `state.NAME.exp_avg`.
     `parameters` are a live model's, name -> shape, in its order. Nothing is guessed, added or dropped: what
     is unknown, or contradicts shapes, is Refused; without anything to change, NothingToDo.
     """
@@ -71,7 +72,7 @@ def rekeyed(
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
     source = ParameterSource(checkpoint, live, state, order)
     changes = [_change(where, optimizer, source, to, checkpoint.path) for where, optimizer in optimizers]
-    if all(_same_keys(change.old, change.new) for change in changes):
+    if all(_keys_of(change.old) == _keys_of(change.new) for change in changes):
         raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed {FORMS[to]} in this order already")
     new = {id(change.old): change.new for change in changes}
     known = set[str]().union(*(change.live_names for change in changes))
@@ -102,64 +103,55 @@ class _Change(NamedTuple):
 
 def _change(where: str, old: Any, source: ParameterSource, to: Form, file: str) -> _Change:
     """Return one optimizer under its new keys; Refused if it is unknown which parameter is which."""
-    live, optimizer = source.live, as_nested(old)
+    live, view = source.live, OptimizerView(old)
     try:
-        named, is_ordered = source.named(slots(optimizer), needed=to != "indices" or live is not None)
+        named, is_ordered = source.named(view.parameters(), needed=to != "indices" or live is not None)
         groups, live_names = (named, set[str]()) if live is None else _in_order(named, live)
-        moved = _moved(named, groups, optimizer["state"])
-        new = _with_keys(optimizer, groups, by_name=to != "indices")
-        new = flattened(new) if to == "flat" else new
-    except (BadOptimizer, Unflattenable) as fault:
-        hint = fault.hint if isinstance(fault, BadOptimizer) else "--to names keeps it"
-        raise Refused(file, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=hint) from None
+        moved = _moved(named, groups)
+        new = _with_keys(view, groups, to)
+    except BadOptimizer as fault:
+        name = f" {where!r}" if where else ""
+        raise Refused(file, f"the optimizer{name} {fault}", hint=fault.hint) from None
     return _Change(where, old, new, sum(map(len, groups)), moved, is_ordered, live_names)
 
 
-def _in_order(groups: Groups, live: Mapping[str, Shape]) -> tuple[Groups, set[str]]:
+def _in_order(groups: OptimizerGroups, live: Mapping[str, Shape]) -> tuple[OptimizerGroups, set[str]]:
     """Return each group in the order of the live model, and the model's names for all its parameters."""
-    names = [str(slot.name) for slot in chain(*groups)]
+    names = [str(kept.name) for kept in chain(*groups)]
     bare = dict(zip(names, without_prefix(names, live), strict=True))
     place = {name: index for index, name in enumerate(live)}
-    for slot in chain(*groups):
-        name = bare[str(slot.name)]
+    for kept in chain(*groups):
+        name = bare[str(kept.name)]
         if name not in place:
-            what = f"keeps '{slot.name}', which the model does not have; none is added or dropped"
+            what = f"keeps '{kept.name}', which the model does not have; none is added or dropped"
             raise BadOptimizer(what)
-        check_shape(slot, live[name], "the model")
-    ordered = [sorted(group, key=lambda slot: place[bare[str(slot.name)]]) for group in groups]
+        check_shape(kept, live[name], "the model")
+    ordered = [sorted(group, key=lambda kept: place[bare[str(kept.name)]]) for group in groups]
     return ordered, set(bare.values())
 
 
-def _moved(before: Groups, after: Groups, state: Mapping[Any, Any]) -> int:
+def _moved(before: OptimizerGroups, after: OptimizerGroups) -> int:
     moved = sum(old.key != new.key for old, new in zip(chain(*before), chain(*after), strict=True))
-    entries = (entry_of(state, slot.key) for slot in chain(*before))
-    if moved and any(isinstance(entry, dict) and any(name in entry for name in FLAT) for entry in entries):
+    entries = [kept.entry for kept in chain(*before) if isinstance(kept.entry, dict)]
+    if moved and any(name in entry for entry in entries for name in VECTORS):
         what = "is LBFGS, which keeps all parameters in one vector: it can't be put in another order"
         raise BadOptimizer(what)
     return moved
 
 
-def _with_keys(optimizer: dict[Any, Any], groups: Groups, by_name: bool) -> dict[Any, Any]:
+def _with_keys(view: OptimizerView, groups: OptimizerGroups, to: Form) -> dict[Any, Any]:
     """Return the same optimizer with its parameters in this order, under new keys."""
-    keys = {str(slot.key): slot.name if by_name else number for number, slot in enumerate(chain(*groups))}
-    new = remade(optimizer, optimizer.items())
-    new["state"] = remade(
-        optimizer["state"], ((keys[str(key)], value) for key, value in optimizer["state"].items())
-    )
-    new["param_groups"] = [remade(old, old.items()) for old in optimizer["param_groups"]]
-    for entry, group in zip(new["param_groups"], groups, strict=True):
-        entry["params"] = [keys[str(slot.key)] for slot in group]
-        if "param_names" in entry:
-            entry["param_names"] = [slot.name for slot in group]
-    return new
+    keys: dict[str, Any] = {
+        str(kept.key): number if to == "indices" else kept.name for number, kept in enumerate(chain(*groups))
+    }
+    listed = [[kept._replace(key=keys[str(kept.key)]) for kept in group] for group in groups]
+    state = ((keys[str(key)], entry) for key, entry in view.state.items())
+    return view.written(listed, state, flat=to == "flat")
 
 
-def _same_keys(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
-    """Return whether keys, their types and the groups' lists are the same."""
-    if is_flat(old) or is_flat(new):
-        return [*old] == [*new]
-    pairs = zip(old["param_groups"], new["param_groups"], strict=True)
-    return list(map(repr, old["state"])) == list(map(repr, new["state"])) and all(
-        mine["params"] == theirs["params"] and mine.get("param_names") == theirs.get("param_names")
-        for mine, theirs in pairs
-    )
+def _keys_of(optimizer: dict[Any, Any]) -> list[Any]:
+    """Return the keys of an optimizer, with their types, and the lists of its groups."""
+    view = OptimizerView(optimizer)
+    if view.is_flat:
+        return [*optimizer]
+    return [[*map(repr, view.state)], *([group.get(name) for name in LISTS] for group in view.groups)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 from ckpttool.inert_pickle.values import OrderedDict_
-from ckpttool.transforms.optimizer.names import rename_parameters
+from ckpttool.transforms.keys import rename_parameters
 from ckpttool.transforms.optimizer.parameters import by_shapes, in_order
 from ckpttool.transforms.optimizer.rekey import rekeyed, to_indices, to_names
 from ckpttool.transforms.optimizer.slots import Misfit, mismatched_order
