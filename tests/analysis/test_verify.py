@@ -85,8 +85,8 @@ def test_every_flipped_bit_of_a_payload_is_found(data: st.DataObject) -> None:
 
 def test_a_bit_flipped_in_a_storage_is_reported_under_the_tensor_name(tmp_path: Path) -> None:
     opened(STATE, tmp_path).close()
-    for record, name in (("in/data/0", "w"), ("in/data/1", "n"), ("in/data/3", "own")):
-        for position in payload_bytes(tmp_path / "in.pt")[record]:
+    for stored, name in (("in/data/0", "w"), ("in/data/1", "n"), ("in/data/3", "own")):
+        for position in payload_bytes(tmp_path / "in.pt")[stored]:
             found = verify(ckpttool.open(with_a_flipped_bit(tmp_path / "in.pt", position, position % 8)))
             assert problems(found) == [("checksum", name)]
             assert "do not match their checksum" in found.problems[0].message
@@ -96,12 +96,12 @@ def test_every_record_is_checked_even_if_no_tensor_uses_it(tmp_path: Path) -> No
     more = {"archive/data/7": b"spare storage", "archive/code/x.py": b"pass", "archive/.data/id": b"1"}
     path = torch_zip(tmp_path / "in.pt", dict_of({"w": tensor(storage())}), {"0": bytes(16)}, more=more)
     assert verify(ckpttool.open(path)).ok
-    for record in (*more, "archive/version"):
-        position = payload_bytes(path)[record][0]
+    for stored in (*more, "archive/version"):
+        position = payload_bytes(path)[stored][0]
         found = verify(ckpttool.open(with_a_flipped_bit(path, position, 3)))
         # A changed version is also one that torch does not write.
         wrong = [name for kind, name in problems(found) if kind == "checksum"]
-        assert wrong == [f"record {record}"]
+        assert wrong == [f"stored {stored}"]
 
 
 @pytest.mark.parametrize("record", ["archive/data.pkl", "archive/byteorder"])

@@ -8,7 +8,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpttool import cli
@@ -16,6 +15,7 @@ from tests.fault.power_cut import lost_by_power_cut
 from tests.fault.scenarios import Scenario, inside
 from tests.fault.supervised import KILL, SHORT, TERM, Fault, Ran, run
 from tests.fault.system_calls import CALLS, LOOK
+from tests.fault.trials import Trial, words_of_errors
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{20}\.ckpttool\.(tmp|old)|.+\.link")
 # Calls without which nothing can be removed: if one of them fails, the next save cleans up
@@ -47,17 +47,6 @@ def _without_ids(raw: bytes) -> bytes:
     return re.sub(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{20}(?=\.ckpttool\.tmp)", b"", raw)
 
 
-@dataclass(slots=True)
-class Trial:
-    """A run with a fault, and what is wrong with it: nothing, if all held."""
-
-    scenario: str
-    fault: Fault
-    is_reached: bool
-    is_new: bool
-    wrong: list[str] = field(default_factory=list)
-
-
 class Bench:
     """A scenario, ready to be run again and again."""
 
@@ -75,7 +64,11 @@ class Bench:
         self.new = self.current = tree(self.folder)
         shutil.copytree(self.folder, place / "done", symlinks=True)
         self.wrong = lost_by_power_cut(self.dry.seen, scenario.targets, is_done=self.dry.code == 0)
-        self.wrong += [*self._others(), *self._words(self.dry), *["hangs"] * self.dry.hangs]
+        self.wrong += [
+            *self._others(),
+            *words_of_errors(self.dry.err, self.dry.code),
+            *["hangs"] * self.dry.hangs,
+        ]
 
     def _warm(self, folder: Path) -> None:
         """Do it once in this process, so that forks find imported what they need."""
@@ -104,11 +97,15 @@ class Bench:
         self._reset()
         ran = self._run(fault)
         self.current = tree(self.folder)
-        trial = Trial(self.scenario.name, fault, ran.is_reached, self._is(self.new))
+        trial = Trial(fault, fault.how, ran.is_reached, self._is(self.new))
         if ran.hangs:
             trial.wrong.append("hangs")
         else:
-            trial.wrong += [*self._code(ran, fault), *self._words(ran), *self._files(fault, ran)]
+            trial.wrong += [
+                *self._code(ran, fault),
+                *words_of_errors(ran.err, ran.code),
+                *self._files(fault, ran),
+            ]
             trial.wrong += lost_by_power_cut(ran.seen, self.scenario.targets, is_done=ran.code == 0)
             if self._leftovers():
                 trial.wrong += self._again()
@@ -150,15 +147,6 @@ class Bench:
         if ran.code == done and not self._is(self.new):
             wrong.append("ends as a run without a fault does, and the output is not that of one")
         return wrong
-
-    def _words(self, ran: Ran) -> list[str]:
-        """Examine what was printed: one error in one line."""
-        if "Traceback" in ran.err:
-            return [f"a traceback: {ran.err.strip().splitlines()[-1]}"]
-        errors = [line for line in ran.err.splitlines() if line.startswith("error:")]
-        wanted = 1 if ran.code in (1, 2, 3) else 0
-        said = f"{len(errors)} lines of errors, not {wanted}: {ran.err[-300:]!r}"
-        return [] if len(errors) == wanted else [said]
 
     def _files(self, fault: Fault, ran: Ran) -> list[str]:
         """Examine the files: each target old or new, nothing else changed, nothing left without a word."""

@@ -21,7 +21,8 @@ from tests.fault.judge import Bench
 from tests.fault.power_cut import FLUSHES, RENAMES, WRITES
 from tests.fault.scenarios import SCENARIOS, Scenario
 from tests.fault.supervised import KILL, SHORT, TERM, Fault, run
-from tests.fault.trying import place_for_runs, try_scenario
+from tests.fault.trials import place_for_runs
+from tests.fault.trying import try_scenario
 
 pytestmark = pytest.mark.long
 

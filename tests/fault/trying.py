@@ -10,16 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tests.fault.holes import HOLES
-from tests.fault.judge import Bench, Trial
+from tests.fault.judge import Bench
 from tests.fault.scenarios import SCENARIOS, Scenario
 from tests.fault.supervised import KILL, SHORT, SHORTENED, TERM, Fault, Ran
 from tests.fault.system_calls import CALLS, CHANGE, MOVE
+from tests.fault.trials import Tried, place_for_runs
 
 LEAST = 10  # faults of each scenario that are tried however late it is
 ERRORS = ("ENOSPC", "EIO", "EDQUOT", "EINTR")
@@ -48,37 +47,6 @@ def faults(dry: Ran, seed: int) -> list[Fault]:
     return ends + others
 
 
-@dataclass(slots=True)
-class Tried:
-    """What came of a scenario."""
-
-    scenario: Scenario
-    # System calls of a run without a fault
-    calls: int = 0
-    # How many faults there are
-    possible: int = 0
-    held: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    new: int = 0
-    # Faults whose call was not made, as when threads take turns in another order
-    unreached: int = 0
-    # What did not hold, with the fault in words
-    wrong: list[str] = field(default_factory=list)
-
-    @property
-    def tried(self) -> int:
-        return self.held.total() + self.failed.total()
-
-    def note(self, trial: Trial) -> None:
-        """Count a trial."""
-        if not trial.is_reached and not trial.wrong:
-            self.unreached += 1
-            return
-        self.new += trial.is_new
-        (self.failed if trial.wrong else self.held)[trial.fault.how] += 1
-        self.wrong += [f"{trial.scenario}: {trial.fault}: {each}" for each in trial.wrong]
-
-
 def try_scenario(
     scenario: Scenario, given: Path, place: Path, seed: int, most: float, until: float, hole: str = ""
 ) -> Tried:
@@ -88,20 +56,10 @@ def try_scenario(
     bench = Bench(scenario, given, place, HOLES.get(hole))
     tried.calls = len(bench.dry.seen)
     tried.wrong += [f"{scenario.name}: without a fault: {each}" for each in bench.wrong]
-    every = faults(bench.dry, seed)
-    tried.possible = len(every)
-    for number, fault in enumerate(every):
-        if number >= most or (number >= LEAST and time.monotonic() > until):
-            break
-        tried.note(bench.try_fault(fault))
+    tried.try_faults(faults(bench.dry, seed), bench.try_fault, most=most, until=until, least=LEAST)
     for name in ("pristine", "run"):
         shutil.rmtree(place / name, ignore_errors=True)
     return tried
-
-
-def place_for_runs() -> str | None:
-    """Return a folder in memory, where runs leave the disk in peace; None for the usual one."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 # How many scenarios no process has begun; shared by the processes
@@ -166,13 +124,3 @@ def _checked(tried: Tried, folder: Path) -> Tried:
         except AssertionError as error:
             tried.wrong.append(f"{scenario.name}: without a fault: {error}")
     return tried
-
-
-def totals(all_tried: Sequence[Tried]) -> tuple[int, int]:
-    """Return how many faults were tried, and how many held."""
-    return sum(each.tried for each in all_tried), sum(each.held.total() for each in all_tried)
-
-
-def wrongs(all_tried: Sequence[Tried]) -> list[str]:
-    """Return everything that did not hold, in words."""
-    return [*chain.from_iterable(each.wrong for each in all_tried)]

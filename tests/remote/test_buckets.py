@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
@@ -52,8 +51,8 @@ MIB = 1 << 20
 class World:
     """moto behind a proxy, and a client of AWS's own library that speaks to it directly."""
 
-    def __init__(self, address: str, proxy: servers.FaultProxy, proxied: str) -> None:
-        self.address, self.proxy, self.proxied = address, proxy, proxied
+    def __init__(self, address: str, proxy: servers.FaultProxy) -> None:
+        self.address, self.proxy, self.proxied = address, proxy, proxy.url
         self.client = boto3.client(
             "s3",
             endpoint_url=address,
@@ -86,14 +85,12 @@ class World:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[World]:
-    with servers.moto() as address:
-        proxy = servers.FaultProxy(address)
-        with proxy.running() as proxied:
-            world = World(address, proxy, proxied)
-            world.client.create_bucket(Bucket="runs")
-            world.client.create_bucket(Bucket="public", ACL="public-read-write")
-            world.object("step-1/model.pt")
-            yield world
+    with servers.moto() as address, servers.FaultProxy(address) as proxy:
+        world = World(address, proxy)
+        world.client.create_bucket(Bucket="runs")
+        world.client.create_bucket(Bucket="public", ACL="public-read-write")
+        world.object("step-1/model.pt")
+        yield world
 
 
 @pytest.fixture(autouse=True)
@@ -373,8 +370,8 @@ def test_a_redirect_to_another_host_does_not_take_the_credentials_along(world: W
     )
     with contextlib.suppress(CkptToolError):
         runs.head("step-1/model.pt", 10)
-    assert "Authorization" in world.proxy.headers[0]
-    assert all("Authorization" not in headers for headers in world.proxy.headers[1:])
+    assert "authorization" in world.proxy.headers[0]
+    assert all("authorization" not in headers for headers in world.proxy.headers[1:])
 
 
 @pytest.mark.parametrize("ask", ["head", "entries"])
@@ -448,7 +445,7 @@ def no_keys(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_any_credentials_requests_are_unsigned(world: World) -> None:
     world.object("weights", bucket="public", ACL="public-read")
     assert Bucket("s3", "public", HASTE).head("weights", 10)[0] == CONTENT[:10]
-    assert "Authorization" not in world.proxy.headers[-1]
+    assert "authorization" not in world.proxy.headers[-1]
 
 
 def test_a_refusal_says_that_the_credentials_are_not_enough(world: World, runs: Bucket) -> None:
@@ -491,7 +488,7 @@ def test_profiles_of_aws_are_read(
     monkeypatch.setenv("AWS_PROFILE", profile)
     Bucket("s3", "runs", HASTE).head("step-1/model.pt", 10)
     sent = world.proxy.headers[-1]
-    assert f"Credential={key}/" in sent["Authorization"] and "/eu-north-1/s3/" in sent["Authorization"]
+    assert f"Credential={key}/" in sent["authorization"] and "/eu-north-1/s3/" in sent["authorization"]
     assert sent.get("x-amz-security-token") == ("token-of-lab" if key == "of-lab" else None)
 
 
@@ -504,7 +501,7 @@ def test_a_profile_that_must_be_asked_for_its_keys_is_asked_by_boto3(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "sso")
     Bucket("s3", "runs", HASTE).head("step-1/model.pt", 10)
-    assert "Credential=of-process/" in world.proxy.headers[-1]["Authorization"]
+    assert "Credential=of-process/" in world.proxy.headers[-1]["authorization"]
 
 
 @pytest.mark.parametrize(
@@ -533,32 +530,23 @@ def test_incomplete_credentials_are_named(world: World, monkeypatch: pytest.Monk
 def test_a_machine_with_a_role_is_asked_for_credentials_and_any_other_is_not(
     world: World, monkeypatch: pytest.MonkeyPatch, is_amazon: bool
 ) -> None:
-    class Machine(BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            self.say("token" if is_amazon else "", 200 if is_amazon else 404)
-
-        def do_GET(self) -> None:
+    class Machine(servers.LoopbackServer):
+        def answer(self, exchange: servers.Exchange) -> None:
+            asked = exchange.request_read()
             names = {"AccessKeyId": "of-role", "SecretAccessKey": "s", "Token": "t"}
-            keys = json.dumps({**names, "Expiration": "2099-01-01T00:00:00Z"})
-            self.say("role" if self.path.endswith("credentials/") else keys)
-
-        def say(self, text: str, status: int = 200) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
+            text = json.dumps({**names, "Expiration": "2099-01-01T00:00:00Z"})
+            if asked.method == "PUT":
+                text = "token" if is_amazon else ""
+            elif asked.path.endswith("credentials/"):
+                text = "role"
+            exchange.send(servers.Answer(200 if text else 404, {}, memoryview(text.encode())))
 
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Machine) as machine:
-        threading.Thread(target=machine.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{machine.server_port}")
+    with Machine() as machine:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", machine.url)
         world.object("open", bucket="public", ACL="public-read")
         Bucket("s3", "public", HASTE).head("open", 10)
-        machine.shutdown()
-    assert ("Credential=of-role/" in world.proxy.headers[-1].get("Authorization", "")) == is_amazon
+    assert ("Credential=of-role/" in world.proxy.headers[-1].get("authorization", "")) == is_amazon
 
 
 def test_proxies_of_the_environment_are_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,7 +603,7 @@ def test_what_another_writes_meanwhile_is_not_written_over(
         path = str(tmp_path / "small")
         Path(path).write_bytes(b"new")
 
-    def other_is_faster(request: servers.Request) -> servers.Answer:
+    def other_is_faster(request: servers.Asked) -> servers.Answer:
         world.object(key, b"theirs")
         return request.passed_on(request.body)
 
@@ -642,7 +630,7 @@ def test_bytes_that_arrive_otherwise_are_noticed(
 def test_where_the_server_tells_no_checksum_all_is_read_back(world: World, runs: Bucket, file: str) -> None:
     encrypted = servers.changed_answer(ETag='"of-a-key-of-ones-own"')
 
-    def fault(request: servers.Request) -> servers.Answer | None:
+    def fault(request: servers.Asked) -> servers.Answer | None:
         return encrypted(request) if request.method in ("HEAD", "GET") else request.passed_on(request.body)
 
     world.proxy.set(*[fault] * 99)
@@ -679,7 +667,7 @@ def test_after_a_signal_no_part_stays_and_no_object_appears(
     with path.open("wb") as file:
         file.truncate(40 * bucket_uploads.PART)
 
-    def slow(request: servers.Request) -> servers.Answer:
+    def slow(request: servers.Asked) -> servers.Answer:
         time.sleep(0.2)
         return request.passed_on(request.body)
 
@@ -703,7 +691,7 @@ class Gate:
     def __init__(self) -> None:
         self.opened, self.waiting = threading.Event(), 0
 
-    def __call__(self, request: servers.Request) -> servers.Answer:
+    def __call__(self, request: servers.Asked) -> servers.Answer:
         answer = request.passed_on(request.body)
         self.waiting += 1
         self.opened.wait(60)
@@ -782,9 +770,9 @@ def test_the_line_of_an_upload_that_was_interrupted_after_its_end_says_that_it_i
     assert world.exists("left.safetensors") and world.unfinished() == []
 
 
-def long_drip(request: servers.Request) -> servers.Answer:
+def long_drip(request: servers.Asked) -> servers.Answer:
     answer = servers.dripping(request)
-    return answer._replace(body=answer.body.ljust(1000))
+    return replace(answer, body=memoryview(bytes(answer.body).ljust(1000)))
 
 
 @pytest.mark.parametrize("path", ["uploads", "uploadId"], ids=["the first", "the last"])
@@ -813,7 +801,7 @@ def test_an_answer_to_an_upload_that_drips_ends_in_bounded_time(
 )
 def test_an_answer_that_drips_ends_in_bounded_time(
     ask: Callable[[Bucket], object],
-    drip: Callable[[servers.Request], servers.Answer],
+    drip: Callable[[servers.Asked], servers.Answer],
     seconds: str,
     world: World,
     runs: Bucket,

@@ -8,12 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from http.client import HTTPConnection, HTTPMessage
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+
+from tests.support.range_server import Answer, Exchange, LoopbackServer, asked
 
 START = """
 import logging, sys
@@ -58,143 +57,90 @@ def azurite(program: str, folder: Path) -> Iterator[str]:
         server.terminate()
 
 
-class Answer(NamedTuple):
-    """What a server answers."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    cut: int = 0  # bytes that are announced and not sent
-    drip: float = 0.0  # seconds between two bytes of the body
+@dataclass
+class Dripping(Answer):
+    """An answer that is sent byte by byte."""
 
 
-class Request(NamedTuple):
+@dataclass
+class Asked:
     """What a proxy was asked."""
 
     method: str
-    path: str
-    headers: HTTPMessage
+    headers: dict[str, str]  # names in lower case; what is taken away is not passed on
     body: bytes
     passed_on: Callable[[bytes], Answer]  # asks the server behind, with this body
 
 
-Fault = Callable[[Request], "Answer | None"]  # None: no answer at all
+Fault = Callable[[Asked], "Answer | None"]  # None: no answer at all
 
 
-class FaultProxy:
+class FaultProxy(LoopbackServer):
     """Passes requests on to a server on the loopback, and makes the next of them fail.
 
     Attributes:
         faults: taken one a request, from the front; without one a request is passed on.
         only: a fault waits until a request of this method comes, and part of a path.
         requests: `METHOD /path?query` of each request.
+        headers: those of each request, names in lower case.
     """
 
     def __init__(self, behind: str) -> None:
+        super().__init__()
         self.behind = behind.removeprefix("http://")
-        self.faults: list[Fault] = []
-        self.only = ("", "")
-        self.requests: list[str] = []
-        self.headers: list[HTTPMessage] = []
-        self.stopped = threading.Event()
+        self.set()
 
     def set(self, *faults: Fault, method: str = "", path: str = "") -> None:
         """Make faults of the next requests, and forget the requests so far."""
-        self.faults, self.only, self.requests = list(faults), (method, path), []
-        self.headers = []
+        self.faults, self.only = list(faults), (method, path)
+        self.requests: list[str] = []
+        self.headers: list[dict[str, str]] = []
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[str]:
-        """Run the proxy; yield its address."""
-        with ThreadingHTTPServer(("127.0.0.1", 0), _handler(self)) as server:
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}"
-            self.stopped.set()
-            server.shutdown()
-
-    def answer(self, request: Request) -> Answer | None:
-        self.requests.append(f"{request.method} {request.path}")
-        self.headers.append(request.headers)
+    def answer(self, exchange: Exchange) -> None:
+        request = exchange.request_read()
+        headers = dict(request.headers)
+        self.requests.append(f"{request.method} {exchange.path}")
+        self.headers.append(headers)
+        passed = request._replace(headers=headers)
+        asked_for = Asked(
+            request.method, headers, request.body, lambda body: asked(self.behind, passed._replace(body=body))
+        )
         method, path = self.only
-        if self.faults and method in ("", request.method) and path in request.path:
-            return self.faults.pop(0)(request)
-        return request.passed_on(request.body)
-
-
-def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = proxy.answer(Request(self.command, self.path, self.headers, body, self.passed_on))
-            if answer is None:
-                self.close_connection = True
-                return
-            # Of an answer to HEAD the announced length is the object's.
-            length = answer.headers.get("Content-Length") if self.command == "HEAD" else None
-            self.send_response(answer.status)
-            for name, value in answer.headers.items():
-                if name.lower() not in (
-                    "content-length",
-                    "connection",
-                    "date",
-                    "server",
-                    "transfer-encoding",
-                ):
-                    self.send_header(name, value)
-            self.send_header("Content-Length", length or str(len(answer.body) + answer.cut))
-            self.end_headers()
-            if self.command != "HEAD":
-                step = 1 if answer.drip else len(answer.body) or 1
-                for start in range(0, len(answer.body), step):
-                    self.wfile.write(answer.body[start : start + step])
-                    proxy.stopped.wait(answer.drip)
-            self.close_connection = self.close_connection or answer.cut > 0
-
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
-
-        def passed_on(self, body: bytes) -> Answer:
-            with contextlib.closing(HTTPConnection(proxy.behind)) as connection:
-                names = ("host", "connection", "content-length")
-                headers = {name: value for name, value in self.headers.items() if name.lower() not in names}
-                connection.request(self.command, self.path, body, headers)
-                response = connection.getresponse()
-                return Answer(response.status, dict(response.getheaders()), response.read())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def handle(self) -> None:
-            with contextlib.suppress(ConnectionError):  # the client went away
-                super().handle()
-
-    return Handler
+        is_due = self.faults and method in ("", request.method) and path in exchange.path
+        answer = self.faults.pop(0)(asked_for) if is_due else asked_for.passed_on(request.body)
+        if answer is None:
+            exchange.end()
+        elif isinstance(answer, Dripping):
+            exchange.begin(answer)
+            exchange.drip(answer.body)
+        else:
+            exchange.send(answer)
+            if "Content-Length" in answer.headers and request.method != "HEAD":
+                exchange.end()  # more was announced than was sent
 
 
 def status(number: int, code: str = "", headers: Mapping[str, str] | None = None) -> Fault:
     """Answer with a status, and a store's word for it."""
     body = f"<Error><Code>{code}</Code><Message>hush-hush</Message></Error>" if code else ""
-    return lambda request: Answer(number, headers or {}, body.encode())
+    return lambda request: Answer(number, dict(headers or {}), memoryview(body.encode()))
 
 
-def cut_off(request: Request) -> Answer:
+def cut_off(request: Asked) -> Answer:
     """Break off in the middle of the body."""
     whole = request.passed_on(request.body)
-    half = len(whole.body) // 2
-    return whole._replace(body=whole.body[:half], cut=len(whole.body) - half)
+    told = {**whole.headers, "Content-Length": f"{len(whole.body)}"}
+    return replace(whole, headers=told, body=whole.body[: len(whole.body) // 2])
 
 
-def hung_up(request: Request) -> None:
+def hung_up(request: Asked) -> None:
     """Close the connection without an answer."""
 
 
 def stalled(proxy: FaultProxy) -> Fault:
     """Answer nothing until the proxy stops."""
 
-    def wait(request: Request) -> None:
-        proxy.stopped.wait(60)
+    def wait(request: Asked) -> None:
+        proxy.stopping.wait(60)
 
     return wait
 
@@ -202,35 +148,35 @@ def stalled(proxy: FaultProxy) -> Fault:
 def changed_answer(**headers: str) -> Fault:
     """Pass the request on, without its condition, and answer with other headers (`_` for `-`)."""
 
-    def answer(request: Request) -> Answer:
-        del request.headers["If-Match"]
+    def answer(request: Asked) -> Answer:
+        request.headers.pop("if-match", None)
         given = request.passed_on(request.body)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         kept = {
             name: value for name, value in given.headers.items() if name.lower() not in map(str.lower, named)
         }
-        return given._replace(headers={**kept, **named})
+        return replace(given, headers={**kept, **named})
 
     return answer
 
 
-def whole(request: Request) -> Answer:
+def whole(request: Asked) -> Answer:
     """Ignore the range that was asked for."""
-    del request.headers["Range"]
+    request.headers.pop("range", None)
     return request.passed_on(request.body)
 
 
-def shortened(request: Request) -> Answer:
+def shortened(request: Asked) -> Answer:
     """Send fewer bytes than were asked for, and announce so few."""
     given = request.passed_on(request.body)
-    return given._replace(body=given.body[:-1])
+    return replace(given, body=given.body[:-1])
 
 
-def dripping(request: Request) -> Answer:
+def dripping(request: Asked) -> Answer:
     """Pass the request on, and send the answer byte by byte."""
-    return request.passed_on(request.body)._replace(drip=0.05)
+    return Dripping(**vars(request.passed_on(request.body)))
 
 
-def flipped(request: Request) -> Answer:
+def flipped(request: Asked) -> Answer:
     """Let a bit of an upload arrive turned over, at a server that compares no checksums."""
     return request.passed_on(bytes([request.body[0] ^ 1]) + request.body[1:])

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from tests.support.range_server import Answer, Exchange, LoopbackServer, in_range
 
 LARGE = {".safetensors", ".bin", ".pt", ".distcp"}  # kept as LFS files, as the hub's .gitattributes has it
 FOLDERS = {"model": "models", "dataset": "datasets", "space": "spaces"}
@@ -95,6 +94,22 @@ def git_blob(data: bytes) -> str:
 Fault = Callable[[Seen], Reply | None]
 
 
+class _Host(LoopbackServer):
+    """One of the hub's two hosts."""
+
+    def __init__(self, hub: Hub, host: str) -> None:
+        super().__init__(host)
+        self.hub, self.host = hub, host
+
+    def answer(self, exchange: Exchange) -> None:
+        request = exchange.request_read()
+        authorization = request.headers.get("authorization")
+        seen = Seen(self.host, request.method, exchange.path, authorization, request.range)
+        reply = self.hub.answer(seen, request.body)
+        answer = Answer(reply.status, dict(reply.headers), memoryview(reply.body))
+        exchange.send(in_range(answer, seen.range) if reply.ranged else answer)
+
+
 class Hub:
     """The servers, what they hold, what they saw, and what is wrong with them; a context manager."""
 
@@ -111,28 +126,17 @@ class Hub:
         self.lasting = 3600.0  # seconds that a signed URL is good for
         self.before_commit: Callable[[], object] = lambda: None  # called when a commit arrives
         self._signed_since = 0.0
-        self._servers = [ThreadingHTTPServer((host, 0), _Handler) for host in ("127.0.0.1", "127.0.0.2")]
-        for server in self._servers:
-            server.daemon_threads = True
-            server.hub = self  # type: ignore[attr-defined]
+        self.servers = [_Host(self, host) for host in ("127.0.0.1", "127.0.0.2")]
+        self.endpoint, self.elsewhere = (server.url for server in self.servers)
 
     def __enter__(self) -> Hub:
-        for server in self._servers:
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        for server in self.servers:
+            server.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._servers[0].server_port}"
-
-    @property
-    def elsewhere(self) -> str:
-        return f"http://127.0.0.2:{self._servers[1].server_port}"
+        for server in self.servers:
+            server.__exit__()
 
     def create(self, name: str, kind: str = "model", *, private: bool = False, gated: bool = False) -> Repo:
         """Create a repository whose first commit holds .gitattributes alone."""
@@ -336,49 +340,3 @@ class Hub:
             self.stored[oid] = body
             return Reply(200)
         return Reply(200, self.stored[oid], {"ETag": f'"{oid[:32]}"', "Accept-Ranges": "bytes"}, ranged=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def _any(self) -> None:
-        hub: Hub = self.server.hub  # type: ignore[attr-defined]
-        body = self._body()
-        host = str(self.server.server_address[0])
-        seen = Seen(host, self.command, self.path, self.headers["Authorization"], self.headers["Range"])
-        reply = hub.answer(seen, body)
-        status, data, headers = reply.status, reply.body, dict(reply.headers)
-        if reply.ranged and seen.range:
-            first, last = (int(text) for text in seen.range.removeprefix("bytes=").split("-"))
-            if first >= len(data):
-                status, headers["Content-Range"], data = 416, f"bytes */{len(data)}", b""
-            else:
-                end = min(last + 1, len(data))
-                headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
-                status, data = 206, data[first:end]
-        with contextlib.suppress(ConnectionError):  # a client that went away
-            self._send(status, data, headers)
-
-    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, text in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def _body(self) -> bytes:
-        if self.headers["Transfer-Encoding"] != "chunked":
-            return self.rfile.read(int(self.headers["Content-Length"] or 0))
-        pieces = []
-        while size := int(self.rfile.readline(), 16):
-            pieces.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(pieces)
-
-    do_GET = do_HEAD = do_POST = do_PUT = _any
-
-    def log_message(self, *_: object) -> None:
-        pass

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import gguf_files
-from tests.support.gguf_files import BF16, F32, Q8_0, Tensor, array, gguf_file, number, text
+from tests.support.gguf_files import BF16, F32, I64, Q8_0, Tensor, Typed, array, gguf_file, number, text
 from tests.support.onnx_files import FLOAT, INT64, UINT8, message, onnx_file, tensor, varint
 
 ROWS = np.arange(64, dtype="<f4").reshape(2, 32)
@@ -30,7 +29,7 @@ def as_gguf(path: Path) -> None:
     tensors = {
         "token_embd.weight": Tensor(F32, (2, 32), ROWS.tobytes()),
         "half": Tensor(BF16, (3,), bytes(range(6))),
-        "count": Tensor(gguf_files.I64, (), struct.pack("<q", 7)),
+        "count": Tensor(I64, (), struct.pack("<q", 7)),
     }
     if importlib.util.find_spec("gguf"):
         tensors["blk.0.weight"] = Tensor(Q8_0, (2, 32), bytes(range(68)))
@@ -120,7 +119,7 @@ def _write_package(path: Path, config: Mapping[str, Any], weights: Iterable[Any]
 
 
 def state_as_gguf(path: Path, state: Mapping[str, Any]) -> None:
-    kinds = {"float32": F32, "int64": gguf_files.I64}
+    kinds = {"float32": F32, "int64": I64}
     tensors = {name: Tensor(kinds[str(a.dtype)], a.shape, a.tobytes()) for name, a in state.items()}
     tokens = array(8, [text(f"t{n}") for n in range(80)])
     path.write_bytes(gguf_file(tensors, [("general.architecture", "net"), ("tokens", tokens)]))
@@ -196,12 +195,10 @@ EVIL = {"location": "../../../../etc/passwd", "length": "4"}
 # Files made to cost much, or to mislead, by name; each is made when it is asked for.
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "GGUF: a billion tensors": lambda: gguf_file([], counts=(10**9, 0)),
-    "GGUF: a text without an end": lambda: gguf_file(
-        [], [("k", gguf_files.Typed(8, struct.pack("<Q", 2**63)))]
-    ),
+    "GGUF: a text without an end": lambda: gguf_file([], [("k", Typed(8, struct.pack("<Q", 2**63)))]),
     "GGUF: 2^62 texts": lambda: gguf_file([], [("k", array(8, [], 2**62))]),
     "GGUF: 100,000 arrays in arrays": lambda: gguf_file(
-        [], [("k", gguf_files.Typed(9, struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 4, 0)))]
+        [], [("k", Typed(9, struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 4, 0)))]
     ),
     "GGUF: 100,000 empty arrays in an array": lambda: gguf_file(
         [], [("k", array(9, [struct.pack("<IQ", 4, 0)] * 100_000))]

@@ -1,4 +1,4 @@
-"""A server of byte ranges, as slow as a link and as wrong as it is told to be.
+"""Servers on the loopback; and one of byte ranges, as slow as a link and as wrong as it is told to be.
 
 with RangeServer({"a.pt": data}) as server:
     server.fault("stall", times=1)
@@ -23,10 +23,11 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http import HTTPStatus
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler
 from itertools import count
 from pathlib import Path
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 PIECE = 1 << 17  # bytes that are sent at once
+OF_ONE_HOP = {"host", "connection", "content-length", "transfer-encoding", "date", "server"}
 FLIPPED = bytes(byte ^ 1 for byte in range(256))
 BYTES_CHANGED = 1_700_000_000  # the time of the last change of what is no file
 
@@ -86,46 +88,34 @@ class _Fault:
     options: dict[str, Any]
 
 
-class RangeServer:
-    """A server in threads of this process, while the `with` block lasts.
+class LoopbackServer:
+    """Answers requests in threads of this process, while the `with` block lasts.
 
     Attributes:
-        content: a folder, or bytes by name. Of a name's escapes, `%2F` is part of the name.
-        requests: all that came, in order.
+        url: the address, without a slash at its end.
         connections: how many were opened.
-        etag: "strong", "weak" or "" for none; may be changed at any time.
-        dates: whether Last-Modified is told.
-        ranges: whether Range is understood.
+        link: what every byte of a body passes.
+        stopping: is set when the block ends.
     """
 
     def __init__(
         self,
-        content: str | os.PathLike[str] | dict[str, bytes],
-        *,
         host: str = "127.0.0.1",
         port: int = 0,
-        latency: float = 0.0,
+        *,
         bandwidth: float = math.inf,
         certificate: tuple[str, str] | None = None,
     ) -> None:
         """Bind, and answer nothing yet.
 
         Args:
-            content: a folder, or bytes by name.
             host: an address of the loopback.
             port: 0 takes a free one.
-            latency: seconds before each answer.
             bandwidth: bytes a second, of all connections together.
             certificate: the files of a certificate and of its key; makes it https.
         """
-        self.content, self.latency, self.link = content, latency, Link(bandwidth)
-        self.requests: list[Request] = []
-        self.connections = 0
-        self.etag, self.dates, self.ranges = "strong", True, True
-        self.stopping = threading.Event()
-        self._faults: list[_Fault] = []
-        self._lock = threading.Lock()
-        self._listener = _Listener((host, port), _Exchange)
+        self.link, self.connections, self.stopping = Link(bandwidth), 0, threading.Event()
+        self._listener = _Listener((host, port), Exchange)
         self._listener.site = self
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -138,7 +128,7 @@ class RangeServer:
         scheme = "https" if certificate else "http"
         self.url = f"{scheme}://{host}:{self._listener.server_address[1]}"
 
-    def __enter__(self) -> RangeServer:
+    def __enter__(self) -> Any:
         threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -146,6 +136,39 @@ class RangeServer:
         self.stopping.set()
         self._listener.shutdown()
         self._listener.server_close()
+
+    def answer(self, exchange: Exchange) -> None:
+        """Read a request, and answer it."""
+        raise NotImplementedError
+
+
+class RangeServer(LoopbackServer):
+    """A server of files, or of bytes.
+
+    Attributes:
+        content: a folder, or bytes by name. Of a name's escapes, `%2F` is part of the name.
+        requests: all that came, in order.
+        etag: "strong", "weak" or "" for none; may be changed at any time.
+        dates: whether Last-Modified is told.
+        ranges: whether Range is understood.
+    """
+
+    def __init__(
+        self, content: str | os.PathLike[str] | dict[str, bytes], *, latency: float = 0.0, **given: Any
+    ) -> None:
+        """Bind, and answer nothing yet.
+
+        Args:
+            content: a folder, or bytes by name.
+            latency: seconds before each answer.
+            given: arguments of `LoopbackServer`.
+        """
+        super().__init__(**given)
+        self.content, self.latency = content, latency
+        self.requests: list[Request] = []
+        self.etag, self.dates, self.ranges = "strong", True, True
+        self._faults: list[_Fault] = []
+        self._lock = threading.Lock()
 
     def fault(
         self,
@@ -178,7 +201,7 @@ class RangeServer:
             self._faults.clear()
             self.requests.clear()
 
-    def answer(self, exchange: _Exchange) -> None:
+    def answer(self, exchange: Exchange) -> None:
         """Answer a request."""
         request = exchange.request_read()
         with self._lock:
@@ -218,7 +241,7 @@ class RangeServer:
             return _status(412)
         if_range = request.headers.get("if-range")
         asked = request.range if self.ranges and if_range in (None, *headers.values()) else None
-        return _in_range(Answer(200, headers, body), asked)
+        return in_range(Answer(200, headers, body), asked)
 
     def _found(self, name: str) -> tuple[memoryview, str, float] | None:
         """Return the bytes of a name, their tag, and when they were changed."""
@@ -242,10 +265,10 @@ class _Listener(ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
     block_on_close = False
     request_queue_size = 128
-    site: RangeServer
+    site: LoopbackServer
 
 
-class _Exchange(BaseHTTPRequestHandler):
+class Exchange(BaseHTTPRequestHandler):
     """One connection: it reads requests, and sends what it is told to."""
 
     protocol_version = "HTTP/1.1"
@@ -270,14 +293,18 @@ class _Exchange(BaseHTTPRequestHandler):
         """Return the request, whose body is read now."""
         parts = urlsplit(self.path)
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.asked = Request(
-            self.command,
-            parts.path,
-            parts.query,
-            headers,
-            self.rfile.read(int(headers.get("content-length", 0))),
+        is_chunked = headers.get("transfer-encoding") == "chunked"
+        body = (
+            b"".join(self._chunks()) if is_chunked else self.rfile.read(int(headers.get("content-length", 0)))
         )
+        self.asked = Request(self.command, parts.path, parts.query, headers, body)
         return self.asked
+
+    def _chunks(self) -> Iterator[bytes]:
+        while size := int(self.rfile.readline(), 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
 
     def send(self, answer: Answer) -> None:
         """Send an answer as it is."""
@@ -304,6 +331,14 @@ class _Exchange(BaseHTTPRequestHandler):
             self.server.site.link.wait(len(piece))
             self.connection.sendall(piece)
 
+    def drip(self, data: bytes | memoryview) -> None:
+        """Send bytes one by one, twenty a second."""
+        for at in range(len(data)):
+            if self.server.site.stopping.wait(0.05):
+                break
+            self.connection.sendall(data[at : at + 1])
+        self.end()
+
     def end(self) -> None:
         """Close the connection."""
         self.close_connection = True
@@ -318,11 +353,25 @@ class _Exchange(BaseHTTPRequestHandler):
                     return
 
 
+def asked(host: str, request: Request) -> Answer:
+    """Return the answer of another server, without the headers that are about the connection."""
+    with contextlib.closing(HTTPConnection(host)) as connection:
+        headers = {name: value for name, value in request.headers.items() if name not in OF_ONE_HOP}
+        path = f"{request.path}?{request.query}" if request.query else request.path
+        connection.request(request.method, path, request.body, headers)
+        response = connection.getresponse()
+        body = memoryview(response.read())
+        told = {name: value for name, value in response.getheaders() if name.lower() not in OF_ONE_HOP}
+        if request.method == "HEAD":
+            told["Content-Length"] = response.getheader("Content-Length", "0")
+        return Answer(response.status, told, body)
+
+
 def _status(status: int, headers: Mapping[str, str] | None = None) -> Answer:
     return Answer(status, {"Content-Type": "text/plain", **(headers or {})}, memoryview(b"no\n"))
 
 
-def _in_range(whole: Answer, asked: str | None) -> Answer:
+def in_range(whole: Answer, asked: str | None) -> Answer:
     """Return the part of an answer that a Range header asks for; all of it if it asks for several."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", asked or "")
     if match is None or not any(match.groups()):
@@ -336,19 +385,17 @@ def _in_range(whole: Answer, asked: str | None) -> Answer:
     return Answer(206, headers, whole.body[start:stop])
 
 
-def _moved(exchange: _Exchange, to: str) -> None:
+def _moved(exchange: Exchange, to: str) -> None:
     exchange.send(replace(_status(302), headers={"Location": to}))
 
 
-def _unranged(exchange: _Exchange, right: Answer) -> None:
+def _unranged(exchange: Exchange, right: Answer) -> None:
     """Send all of it, whatever was asked for."""
     headers = {name: value for name, value in exchange.asked.headers.items() if name != "range"}
     exchange.send(exchange.server.site.right(exchange.asked._replace(headers=headers)))
 
 
-def _told(
-    exchange: _Exchange, right: Answer, change: Callable[[int, int, int], tuple[int, int, int]]
-) -> None:
+def _told(exchange: Exchange, right: Answer, change: Callable[[int, int, int], tuple[int, int, int]]) -> None:
     """Tell a changed Content-Range."""
     told = right.headers.get("Content-Range", "")
     numbers = [int(number) for number in re.findall(r"\d+", told)]
@@ -358,56 +405,48 @@ def _told(
     exchange.send(right)
 
 
-def _shorter(exchange: _Exchange, right: Answer) -> None:
+def _shorter(exchange: Exchange, right: Answer) -> None:
     """Send a range that ends before the one that was asked for."""
     right.body = right.body[: len(right.body) // 2]
     _told(exchange, right, lambda first, last, size: (first, first + len(right.body) - 1, size))
 
 
-def _longer(exchange: _Exchange, right: Answer) -> None:
+def _longer(exchange: Exchange, right: Answer) -> None:
     """Send more bytes than the length that is told, in chunks."""
     exchange.begin(replace(right, headers={"Transfer-Encoding": "chunked", **right.headers}))
     exchange.pour(memoryview(b"%x\r\n%s\r\n0\r\n\r\n" % (len(right.body) + 3, bytes(right.body) + b"...")))
 
 
-def _half(exchange: _Exchange, right: Answer) -> None:
+def _half(exchange: Exchange, right: Answer) -> None:
     exchange.begin(right)
     exchange.pour(right.body[: len(right.body) // 2])
     exchange.end()
 
 
-def _stall(exchange: _Exchange, right: Answer) -> None:
+def _stall(exchange: Exchange, right: Answer) -> None:
     """Send half of the body, and then nothing."""
     _half(exchange, right)
     exchange.hold()
 
 
-def _reset(exchange: _Exchange, right: Answer) -> None:
+def _reset(exchange: Exchange, right: Answer) -> None:
     """Send half of the body, and break the connection."""
     _half(exchange, right)
     exchange.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     exchange.connection.close()
 
 
-def _drip(exchange: _Exchange, data: bytes) -> None:
-    for byte in data:
-        if exchange.server.site.stopping.wait(0.05):
-            break
-        exchange.connection.sendall(bytes([byte]))
-    exchange.end()
-
-
-def _drip_body(exchange: _Exchange, right: Answer) -> None:
+def _drip_body(exchange: Exchange, right: Answer) -> None:
     exchange.begin(right)
-    _drip(exchange, bytes(right.body))
+    exchange.drip(right.body)
 
 
-def _raw(exchange: _Exchange, *data: bytes) -> None:
+def _raw(exchange: Exchange, *data: bytes) -> None:
     exchange.connection.sendall(b"".join(data))
     exchange.end()
 
 
-def _without_end(exchange: _Exchange, begin: bytes, repeated: bytes) -> None:
+def _without_end(exchange: Exchange, begin: bytes, repeated: bytes) -> None:
     """Send bytes again and again, not fast."""
     exchange.end()
     exchange.connection.sendall(begin)
@@ -415,20 +454,20 @@ def _without_end(exchange: _Exchange, begin: bytes, repeated: bytes) -> None:
         exchange.connection.sendall(repeated)
 
 
-def _compressed(exchange: _Exchange, right: Answer) -> None:
+def _compressed(exchange: Exchange, right: Answer) -> None:
     """Send compressed bytes, with headers that say so."""
     body = memoryview(gzip.compress(right.body))
     exchange.send(Answer(right.status, {**right.headers, "Content-Encoding": "gzip"}, body))
 
 
-def _changed(exchange: _Exchange, right: Answer) -> None:
+def _changed(exchange: Exchange, right: Answer) -> None:
     """Send bytes of another object, with its ETag."""
     other = memoryview(bytes(right.body).translate(FLIPPED))
     headers = {**right.headers, "ETag": '"other"', "Last-Modified": formatdate(0, usegmt=True)}
     exchange.send(Answer(right.status, headers, other))
 
 
-def _headers(exchange: _Exchange, right: Answer, headers: Mapping[str, str]) -> None:
+def _headers(exchange: Exchange, right: Answer, headers: Mapping[str, str]) -> None:
     """Send the right answer, with more headers, or other ones."""
     exchange.send(replace(right, headers={**right.headers, **headers}))
 
@@ -449,7 +488,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "silence": lambda x, _: x.hold(),
     "hang up": lambda x, _: x.end(),
     "drip": _drip_body,
-    "drip headers": lambda x, _: _drip(x, b"HTTP/1.1 200 OK\r\n" + b"X-Header: value\r\n" * 1000),
+    "drip headers": lambda x, _: x.drip(b"HTTP/1.1 200 OK\r\n" + b"X-Header: value\r\n" * 1000),
     "garbage": lambda x, _: _raw(x, b"\x16\x03\x01 SSH-2.0 nothing\r\n\r\n"),
     "no status": lambda x, _: _raw(x, b"HTTP/1.1 abc\r\n\r\n"),
     "many headers": lambda x, _: _raw(x, b"HTTP/1.1 200 OK\r\n", b"X-Header: value\r\n" * 10_000, b"\r\n"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.fault.judge import Tree, tree
 from tests.fault.remote.runner import LONGEST, Ended, Runner
 from tests.fault.remote.scenarios import LOCAL, SERVED, Scenario
 from tests.fault.remote.sites import OLD
+from tests.fault.trials import Trial, words_of_errors
 from tests.support.range_server import Request
 
 STALL = 0.4  # seconds without a byte that a command waits
@@ -32,17 +33,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"'{self.name}' at answer {self.nth + 1}" + " of the other host" * self.front
-
-
-@dataclass
-class Trial:
-    """A run with a fault, and what is wrong with it: nothing, if all held."""
-
-    fault: Fault
-    ended: Ended
-    is_reached: bool
-    is_resumed: bool = False
-    wrong: list[str] = field(default_factory=list)
 
 
 class Bench:
@@ -118,7 +108,8 @@ class Bench:
             longest: seconds that it may take.
         """
         ended = self._run(fault, hole=hole, longest=longest)
-        trial = Trial(fault, ended, len(self.site.fronts[fault.front].requests) > fault.nth)
+        is_reached = len(self.site.fronts[fault.front].requests) > fault.nth
+        trial = Trial(fault, f"{ended.code}", is_reached, seconds=ended.seconds)
         if ended.hangs:
             trial.wrong.append(f"takes more than {longest:g} s")
             return trial
@@ -132,7 +123,7 @@ class Bench:
         parts = [path for path in self._now if PART in path]
         trial.wrong += self._files(ended, parts)
         if parts and ended.code:
-            trial.is_resumed = True
+            trial.is_noted = True
             trial.wrong += self._resume()
         return trial
 
@@ -146,13 +137,11 @@ class Bench:
 
     def _words_of(self, ended: Ended) -> list[str]:
         """Examine the messages: one error in one line, which names the URL."""
-        if "Traceback" in ended.err or "panicked" in ended.err:
-            return [f"a traceback: {ended.err.strip().splitlines()[-1]}"]
         errors = [line for line in ended.err.splitlines() if line.startswith("error:")]
         others = [line for line in ended.err.splitlines() if not line.startswith(("error:", "hint:"))]
-        wrong = [f"says {others[0]!r}"] if others else []
-        if len(errors) != bool(ended.code):
-            wrong.append(f"{len(errors)} errors: {ended.err[-300:]!r}")
+        wrong = words_of_errors(ended.err, ended.code)
+        if others and not wrong:
+            wrong.append(f"says {others[0]!r}")
         urls = (self.site.url, *(front.url for front in self.site.fronts))
         return wrong + [
             f"does not name the URL: {line}" for line in errors if not any(url in line for url in urls)

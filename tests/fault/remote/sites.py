@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from contextlib import closing
-from http.client import HTTPConnection
 from pathlib import Path
 
 from tests.support.bucket_servers import moto
 from tests.support.hub_server import SECRET, Hub
-from tests.support.range_server import Answer, RangeServer, Request
+from tests.support.range_server import Answer, RangeServer, Request, asked
 
 OLD = b"what was there before"
-OF_ONE_HOP = {"host", "connection", "content-length", "transfer-encoding", "date", "server"}
 
 
 class Front(RangeServer):
@@ -26,20 +23,6 @@ class Front(RangeServer):
     def right(self, request: Request) -> Answer:
         """Return the answer of the server behind."""
         return asked(self._behind, request)
-
-
-def asked(host: str, request: Request) -> Answer:
-    """Return the answer of a server, without the headers that are about the connection."""
-    with closing(HTTPConnection(host)) as connection:
-        headers = {name: value for name, value in request.headers.items() if name not in OF_ONE_HOP}
-        path = f"{request.path}?{request.query}" if request.query else request.path
-        connection.request(request.method, path, request.body, headers)
-        response = connection.getresponse()
-        body = memoryview(response.read())
-        told = {name: value for name, value in response.getheaders() if name.lower() not in OF_ONE_HOP}
-        if request.method == "HEAD":
-            told["Content-Length"] = response.getheader("Content-Length", "0")
-        return Answer(response.status, told, body)
 
 
 class Site(contextlib.ExitStack):
@@ -86,23 +69,14 @@ class Web(Site):
         self.env, self.secrets = {}, ("signed-with-this",)
 
 
-class _FrontedHub(Hub):
-    """A stand-in for the hub that leads to the servers in front of it."""
-
-    endpoint, elsewhere = "", ""
-
-
 class HubSite(Site):
     """A repository of the hub, whose large files lie on another host."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.hub = hub = self.enter_context(_FrontedHub())
-        hosts = ("127.0.0.1", "127.0.0.2")
-        behind = [
-            f"http://{host}:{server.server_port}" for host, server in zip(hosts, hub._servers, strict=True)
-        ]
-        self.fronts = [self.enter_context(Front(*each)) for each in zip(behind, hosts, strict=True)]
+        self.hub = hub = self.enter_context(Hub())
+        behind = {server.host: server.url for server in hub.servers}
+        self.fronts = [self.enter_context(Front(url, host)) for host, url in behind.items()]
         hub.endpoint, hub.elsewhere = (front.url for front in self.fronts)
         self._repo = hub.create("o/r")
         self._repo.commit_folder(folder)

@@ -6,15 +6,13 @@ import multiprocessing
 import random
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fault.remote.judge import Bench, Fault, Trial
+from tests.fault.remote.judge import Bench, Fault
 from tests.fault.remote.scenarios import Scenario, write
-from tests.fault.trying import place_for_runs
+from tests.fault.trials import Tried, place_for_runs
 from tests.support.range_server import FAULTS, Request
 
 STATUSES = ("401", "403", "404", "410", "416", "429", "500", "503")
@@ -35,38 +33,6 @@ def faults(requests: Sequence[Sequence[Request]], seed: int) -> list[Fault]:
     return drawn
 
 
-@dataclass
-class Tried:
-    """What came of a scenario."""
-
-    scenario: Scenario
-    requests: int = 0  # of a run without a fault
-    possible: int = 0  # how many faults there are
-    ended: Counter[int] = field(default_factory=Counter)  # by exit code, those that held
-    failed: int = 0
-    resumed: int = 0
-    unreached: int = 0  # faults whose answer was not asked for
-    longest: float = 0.0  # seconds of a run
-    wrong: list[str] = field(default_factory=list)  # what did not hold, with the fault in words
-
-    @property
-    def tried(self) -> int:
-        return self.ended.total() + self.failed
-
-    def note(self, trial: Trial) -> None:
-        """Count a trial."""
-        self.longest = max(self.longest, trial.ended.seconds)
-        if not trial.is_reached and not trial.wrong:
-            self.unreached += 1
-            return
-        self.resumed += trial.is_resumed
-        if trial.wrong:
-            self.failed += 1
-        else:
-            self.ended[trial.ended.code] += 1
-        self.wrong += [f"{trial.fault}: {each}" for each in trial.wrong]
-
-
 def try_scenario(scenario: Scenario, inputs: Path, seed: int, most: int, seconds: float) -> Tried:
     """Try the faults of a scenario."""
     tried, until = Tried(scenario), time.monotonic() + seconds
@@ -74,14 +40,9 @@ def try_scenario(scenario: Scenario, inputs: Path, seed: int, most: int, seconds
         tempfile.TemporaryDirectory(dir=place_for_runs()) as place,
         Bench(scenario, inputs, Path(place).resolve()) as bench,
     ):
-        tried.requests = sum(map(len, bench.requests))
-        tried.wrong += [f"without a fault: {each}" for each in bench.wrong]
-        every = faults(bench.requests, seed)
-        tried.possible = len(every)
-        for fault in every[:most]:
-            if time.monotonic() > until:
-                break
-            tried.note(bench.try_fault(fault))
+        tried.calls = sum(map(len, bench.requests))
+        tried.wrong += [f"{scenario.name}: without a fault: {each}" for each in bench.wrong]
+        tried.try_faults(faults(bench.requests, seed), bench.try_fault, most=most, until=until)
     return tried
 
 

@@ -161,8 +161,8 @@ def test_the_format_is_found_whatever_the_file_is_called(tmp_path: Path) -> None
     (tmp_path / "when.saved.pt").rename(tmp_path / "model.safetensors")
     with open(tmp_path / "buffered", "wb") as file:
         torch.save({"a": torch.ones(1)}, file)
-    for name in ("model.safetensors", "buffered"):
-        found = ckpttool.open(tmp_path / name)
+    for file_name in ("model.safetensors", "buffered"):
+        found = ckpttool.open(tmp_path / file_name)
         assert (found.format, list(found.state().tensors)) == ("torch-zip", ["a"])
 
 

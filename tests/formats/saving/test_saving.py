@@ -26,7 +26,7 @@ from ckpttool.batchnorm.pool_files import pool_states
 from ckpttool.errors import CkptToolError, Damaged, NoState, OutputExists, Refused, UsageFault
 from ckpttool.files.copying import Output
 from ckpttool.formats import safetensors
-from ckpttool.formats.pytorch import zip as torch_zip
+from ckpttool.formats.pytorch import zip as zip_format
 from ckpttool.formats.pytorch.zip_reader import read_directory
 from ckpttool.tensors.cast import target
 from ckpttool.tensors.dtypes import DTYPES
@@ -94,7 +94,7 @@ CHANGES: dict[str, Callable[[dict[Any, Any]], object]] = {
 }
 WRONG = {what: changing(change) for what, change in CHANGES.items()}
 WRONG |= {"cut short": cut_short, "garbage": garbage, "nothing": nothing}
-MODULES = {".pt": torch_zip, ".safetensors": safetensors}
+MODULES = {".pt": zip_format, ".safetensors": safetensors}
 
 
 @pytest.mark.parametrize("ending", MODULES)
@@ -112,7 +112,7 @@ def test_wrong_writing_is_not_kept(ending: str, what: str, tmp_path: Path, monke
 
 
 def test_a_fault_in_writing_is_told_with_a_hint(cli: Any, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_zip, "write", partial(WRONG["another shape"], torch_zip.write))
+    monkeypatch.setattr(zip_format, "write", partial(WRONG["another shape"], zip_format.write))
     ran = cli("convert", saved(STATE, tmp_path), tmp_path / "out.pt")
     assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 2)
     assert "does not read back as intended, and was not kept" in ran.err

@@ -1,1 +1,0 @@
-"""Fault injection: every system call of a command that writes fails once, and the files are examined."""

@@ -1,1 +1,0 @@
-"""Deltas: what changed between two checkpoints, written and read."""

@@ -1,1 +1,0 @@
-"""The pictures of README.md, which `make report` draws: a terminal, and a page of `ckpttool report`."""

@@ -1,1 +1,0 @@
-"""Scanners of pickles compared on one corpus of attacks and honest files: `python -m tests.scanners`."""
