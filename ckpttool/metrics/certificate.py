@@ -15,7 +15,7 @@ from ..contract import SCHEMA
 from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, UsageFault
 from . import Accuracy, ClassScore, Loss, PerClass
-from .predictions import COLUMNS, Evaluation, Predictions, RankFile
+from .predictions import COLUMNS, Evaluation, PredictionFile, Predictions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -157,7 +157,7 @@ def _numbered(
     return tuple(map(str, classes[below_0:].tolist())), places[: len(labels)], places[len(labels) :]
 
 
-def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certificate:
+def recompute(files: Sequence[PredictionFile], samples: int | None = None) -> Certificate:
     """Compute the certificate of an evaluation from its prediction files."""
     import numpy as np
 
@@ -181,7 +181,7 @@ def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certific
     return certify(Predictions(**joined), evaluation, [len(file.predictions) for file in ordered])
 
 
-def _common(files: Sequence[RankFile]) -> Evaluation:
+def _common(files: Sequence[PredictionFile]) -> Evaluation:
     """Return the evaluation that all files belong to. Raises CheckFailed if they differ."""
     first = files[0]
     for file in files[1:]:
@@ -196,7 +196,7 @@ def _common(files: Sequence[RankFile]) -> Evaluation:
     return first.evaluation
 
 
-def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[str]:
+def _missing_ranks(files: Sequence[PredictionFile], world_size: int | None) -> list[str]:
     """Name the ranks that have no file or several."""
     of_rank: dict[int, list[str]] = {}
     for file in files:
@@ -214,7 +214,7 @@ def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[st
     return said
 
 
-def _faults(files: Sequence[RankFile], samples: int) -> list[str]:
+def _faults(files: Sequence[PredictionFile], samples: int) -> list[str]:
     """Describe samples that do not appear exactly once. A file given twice counts twice."""
     parts: dict[str, Any] = {}
     for file in files:

@@ -69,7 +69,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class PredictionFile:
     """The contents of a prediction file. `rank` is None if the file does not say."""
 
     path: str
@@ -98,7 +98,7 @@ def write(
         safetensors.write(name, tensors, metadata, out)
 
 
-def read(path: str | os.PathLike[str]) -> RankFile:
+def read(path: str | os.PathLike[str]) -> PredictionFile:
     """Read a prediction file, in any format that `ckpttool.open` reads."""
     if os.path.isdir(path):
         inside = shlex.quote(os.path.join(path, "")) + "*.safetensors"
@@ -118,7 +118,7 @@ def read(path: str | os.PathLike[str]) -> RankFile:
         if stated is not None and stated != digest({name: tensors[name] for name in COLUMNS}):
             raise Damaged(checkpoint.path, "its rows are not those that were written: the digest differs")
         rank, evaluation = _of_metadata(checkpoint.path, checkpoint.metadata)
-        return RankFile(checkpoint.path, rank, evaluation, Predictions(**columns))
+        return PredictionFile(checkpoint.path, rank, evaluation, Predictions(**columns))
 
 
 def _as_tensor(path: str, values: NDArray[Any], dtype: str) -> TensorRef:

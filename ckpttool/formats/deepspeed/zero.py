@@ -20,8 +20,8 @@ from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Storage, TensorRef, extent
 from ..ranks.agreement import Held, Numbers, require_one, same
-from ..ranks.pieces import Piece, RankFile, Wholes
-from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, of_optimizer, zero_settings
+from ..ranks.pieces import RankFile, RankPiece, Wholes
+from .files import OF_STAGE_3, OF_STAGES_1_AND_2, RunFiles, of_optimizer, zero_settings
 
 Shape = tuple[int, ...]
 # The parameters of a group by name, in the order of the vector.
@@ -32,7 +32,7 @@ ALIGNED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ElementRun:
     """Consecutive elements of a parameter in one rank's part of a vector."""
 
     rank: int  # the rank
@@ -42,20 +42,20 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ZeroSlot:
     """A parameter's place: its group, and its runs on the ranks; a rank without elements has none."""
 
     name: str
     shape: Shape
     group: int
-    runs: tuple[Run, ...]
+    runs: tuple[ElementRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The places of all parameters."""
 
-    slots: tuple[Slot, ...]  # in the order of the groups, and of the vector of each
+    slots: tuple[ZeroSlot, ...]  # in the order of the groups, and of the vector of each
     # rank -> how many elements its part of each group may have. They differ where the end is padding, which
     # some files leave out.
     least: Mapping[int, list[int]]
@@ -87,7 +87,7 @@ def vectors_cut(
     groups: Sequence[Group], paddings: Sequence[Sequence[int]], world_size: int, ranks: Iterable[int]
 ) -> Layout:
     """Return the places of parameters in stages 1 and 2."""
-    slots: list[Slot] = []
+    slots: list[ZeroSlot] = []
     least: dict[int, list[int]] = {rank: [] for rank in ranks}
     most: dict[int, list[int]] = {rank: [] for rank in least}
     for group, listed in enumerate(groups):
@@ -99,52 +99,52 @@ def vectors_cut(
             most[rank].append(size)
         at = 0
         for (name, shape), fill in zip(listed.items(), fills, strict=True):
-            slots.append(Slot(name, shape, group, tuple(_runs(at, numel(shape), size))))
+            slots.append(ZeroSlot(name, shape, group, tuple(_runs(at, numel(shape), size))))
             at += numel(shape) + fill
     return Layout(tuple(slots), least, most)
 
 
-def _runs(at: int, count: int, size: int) -> Iterator[Run]:
+def _runs(at: int, count: int, size: int) -> Iterator[ElementRun]:
     """Yield the runs of `count` elements from number `at` of a vector that is cut every `size` elements."""
     done = 0
     while done < count:
         rank, start = divmod(at + done, size)
         length = min(size - start, count - done)
-        yield Run(rank, done, start, length)
+        yield ElementRun(rank, done, start, length)
         done += length
 
 
 def parameters_cut(groups: Sequence[Group], world_size: int, ranks: Sequence[int]) -> Layout:
     """Return the places of parameters in stage 3."""
-    slots: list[Slot] = []
+    slots: list[ZeroSlot] = []
     sizes: list[int] = []
     for group, listed in enumerate(groups):
         at = 0
         for name, shape in listed.items():
-            slots.append(Slot(name, shape, group, tuple(_shares(numel(shape), at, world_size, ranks))))
+            slots.append(ZeroSlot(name, shape, group, tuple(_shares(numel(shape), at, world_size, ranks))))
             at += -(-numel(shape) // world_size)
         sizes.append(at)
     every = dict.fromkeys(ranks, sizes)
     return Layout(tuple(slots), every, every)
 
 
-def _shares(count: int, start: int, world_size: int, ranks: Iterable[int]) -> Iterator[Run]:
+def _shares(count: int, start: int, world_size: int, ranks: Iterable[int]) -> Iterator[ElementRun]:
     share = -(-count // world_size)
     for rank in ranks:
         length = min(share, count - rank * share)
         if length > 0:
-            yield Run(rank, rank * share, start, length)
+            yield ElementRun(rank, rank * share, start, length)
 
 
-def joined(wholes: Wholes, slot: Slot, parts: Mapping[int, TensorRef], name: str = "") -> TensorRef:
+def joined(wholes: Wholes, slot: ZeroSlot, parts: Mapping[int, TensorRef], name: str = "") -> TensorRef:
     """Return a parameter, or a momentum of it, from the ranks' parts of a vector; nothing is read."""
     runs = [run for run in slot.runs if run.rank in parts]
-    pieces = [Piece(run.rank, (run.begin,), _cut(parts[run.rank], run)) for run in runs]
+    pieces = [RankPiece(run.rank, (run.begin,), _cut(parts[run.rank], run)) for run in runs]
     dtype = next((part.dtype for part in parts.values()), DTYPES["float32"])
     return alone(wholes.tensor(name or slot.name, dtype, slot.shape, pieces, flat=True))
 
 
-def _cut(part: TensorRef, run: Run) -> TensorRef:
+def _cut(part: TensorRef, run: ElementRun) -> TensorRef:
     if len(part.shape) != 1 or part.numel < run.start + run.count:
         needed = run.start + run.count
         what = f"a part of a parameter has shape {list(part.shape)}, and needs {needed} elements"
@@ -188,7 +188,7 @@ IN_USE = {
 Names = Sequence[Sequence[str]]
 
 
-def optimizer_of(files: Files, layout: Layout, names: Names, wholes: Wholes) -> dict[str, Any] | None:
+def optimizer_of(files: RunFiles, layout: Layout, names: Names, wholes: Wholes) -> dict[str, Any] | None:
     """Return the optimizer's state by parameter name; `wholes.left` gets what it lacks of the files."""
     wholes.left += _left_out(files)
     by_rank = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
@@ -209,7 +209,7 @@ def optimizer_of(files: Files, layout: Layout, names: Names, wholes: Wholes) -> 
 class _Joining:
     """Joins what the ranks keep of each group into `state`, by parameter name."""
 
-    def __init__(self, files: Files, layout: Layout, wholes: Wholes) -> None:
+    def __init__(self, files: RunFiles, layout: Layout, wholes: Wholes) -> None:
         self.files, self.layout, self.wholes = files, layout, wholes
         self.state: dict[str, dict[str, object]] = {}
         self._numbers = Numbers()
@@ -272,7 +272,7 @@ def _copied(value: object) -> object:
     return value
 
 
-def param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
+def param_groups(files: RunFiles, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups, which list their parameters by name."""
     first = min(bases)
     groups, file = _groups(bases[first]), files.optims[first]
@@ -292,12 +292,12 @@ def _groups(base: object) -> list[Any]:
     return groups if isinstance(groups, list) else []
 
 
-def dealt_out(files: Files) -> bool:
+def dealt_out(files: RunFiles) -> bool:
     """Return whether the vector has the parameters in another order than the optimizer."""
     return files.stage < 3 and zero_settings(files.first).get("round_robin_gradients") is True
 
 
-def _left_out(files: Files) -> Iterator[str]:
+def _left_out(files: RunFiles) -> Iterator[str]:
     """Yield in words what the optimizer's files hold and a merged checkpoint does not."""
     states = next(map(of_optimizer, files.optims.values()), {})
     scaler = states.get("loss_scaler")

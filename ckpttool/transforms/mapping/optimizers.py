@@ -28,7 +28,7 @@ from .state_mapping import StateMapping
 Entry = dict[Any, Any]
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """One parameter after the rules: its name, and what the optimizer keeps of it; None for nothing."""
 
     name: str
@@ -123,11 +123,11 @@ class _Following:
         new["state"] = remade(self.old["state"], state.items())
         return new
 
-    def _kept(self, slot: Slot) -> list[Kept]:
+    def _kept(self, slot: Slot) -> list[KeptState]:
         """Return what becomes of a parameter; nothing where it is dropped, or another one has it already."""
         name = str(slot.name)
         if (move := self.moves.get(name)) is None:
-            return [] if name in self.mapping.matched.dropped else [Kept(name, self._entry(name))]
+            return [] if name in self.mapping.matched.dropped else [KeptState(name, self._entry(name))]
         if id(move) in self.done:
             return []
         self.done.add(id(move))
@@ -135,7 +135,7 @@ class _Following:
         if not move.rule.steps:
             (names,) = move.sources.values()
             pairs = zip(move.targets((), ()), names, strict=True)
-            return [Kept(new, self._entry(old)) for new, old in pairs if old in self.by_name]
+            return [KeptState(new, self._entry(old)) for new, old in pairs if old in self.by_name]
         return self._through(move)
 
     def _entry(self, name: str) -> Any:
@@ -156,7 +156,7 @@ class _Following:
             if not step.follows:
                 raise BadOptimizer(f"keeps '{names[0]}', whose state can't follow '{step.verb}'")
 
-    def _through(self, move: Move) -> list[Kept]:
+    def _through(self, move: Move) -> list[KeptState]:
         """Return the entries after the steps of a rule."""
         entries = {name: self._entry(name) for name in move.names}
         first = next(iter(entries.values()))
@@ -172,7 +172,7 @@ class _Following:
             for entry, value in zip(made, values * len(targets) if len(values) == 1 else values, strict=True):
                 if entry is not None:
                     entry[key] = value
-        return [*map(Kept, targets, made)]
+        return [*map(KeptState, targets, made)]
 
     def _values(self, move: Move, key: object, entries: Mapping[str, Entry]) -> list[Any]:
         """Return one value for all, or one for each target in their order."""

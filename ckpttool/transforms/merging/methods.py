@@ -113,7 +113,7 @@ class Recipe:
             return _none if self.density == 0 else _all
         import numpy as np
 
-        kept = Kept(f"{self.seed}\0{name}", self.density)
+        kept = RandomMask(f"{self.seed}\0{name}", self.density)
         before = after = 0.0
         with np.errstate(all="ignore"):
             for start, numbers in pair.blocks():
@@ -127,7 +127,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RandomMask:
     """Which numbers of a tensor are kept: random, but always the same for the same text and place."""
 
     text: str
@@ -194,7 +194,7 @@ def _elected(values: list[Numbers], weights: Sequence[float]) -> Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class LargestMask:
     """Which numbers of a tensor are among its k largest: of equal ones, the first. NaN is larger than all."""
 
     least: int  # the bits of the k-th largest magnitude
@@ -213,7 +213,7 @@ class TopK:
         return chosen
 
 
-def top_k(values: Pass, k: int) -> TopK:
+def top_k(values: Pass, k: int) -> LargestMask:
     """Return which numbers are the `k` of largest magnitude.
 
     Args:
@@ -239,7 +239,7 @@ def top_k(values: Pass, k: int) -> TopK:
         high = int(np.partition(same, len(same) - left)[len(same) - left])
         left -= int(np.count_nonzero(same > high))
     equal = [int(np.count_nonzero(_bits(block) == high)) for block in values()]
-    return TopK(high, left, np.cumsum([0, *equal]))
+    return LargestMask(high, left, np.cumsum([0, *equal]))
 
 
 def _digits(values: NDArray[Any], high: int, shift: int) -> NDArray[np.int64]:

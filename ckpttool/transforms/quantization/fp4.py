@@ -14,7 +14,7 @@ from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from .fields import Field, Packing, elements, numbers, packed
 from .formula import Formula, Grid, Table
-from .groups import Group, Parts
+from .groups import Group, PackedParts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +45,7 @@ def scales(given: Field) -> Field:
     return given.each(power)
 
 
-def of_experts(parts: Parts, name: str) -> Group:
+def of_experts(parts: PackedParts, name: str) -> Group:
     """Return blocks of [experts, rows, groups, 16] bytes with their scales as a group."""
     blocks = parts.of(parts.lead, "uint8")
     parts.require(
@@ -62,7 +62,7 @@ def of_experts(parts: Parts, name: str) -> Group:
     return parts.group(name, "MXFP4", DTYPES["bfloat16"], codes.shape, formula)
 
 
-def of_rows(parts: Parts, name: str, scale: str, *, needs_whole: bool = True) -> Group:
+def of_rows(parts: PackedParts, name: str, scale: str, *, needs_whole: bool = True) -> Group:
     """Return packed rows with their scales as a group: fp8 scales with a global one, or powers of two."""
     weight, given = parts.of(parts.lead, "uint8 int8"), parts.need(scale)
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
@@ -81,7 +81,7 @@ def of_rows(parts: Parts, name: str, scale: str, *, needs_whole: bool = True) ->
     )
 
 
-def _with_whole(parts: Parts, name: str, given: TensorRef) -> Field:
+def _with_whole(parts: PackedParts, name: str, given: TensorRef) -> Field:
     """Return the scales of groups of 16 with that of the whole tensor."""
     divides = f"{name}_global_scale" in parts.tensors
     whole = parts.of(f"{name}_global_scale" if divides else f"{name}_scale_2", "float32")
