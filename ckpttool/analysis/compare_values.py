@@ -12,20 +12,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..files.gathering import MOST_PIECES, is_tiny, read_together
 from ..files.pieces import Progress
 from ..files.threads import cores, cut, map_pieces
+from ..lazy import NDArray, np
 from ..tensors.dtypes import REAL_TYPES, DType
 from ..tensors.ref import TensorRef
 from ..tensors.source import ByteRange
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
 from .distances import Distance, Measure, has_numbers, measurer, numbers
 from .equality import Tolerance
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Bytes read of each file at a time; both pieces stay in the processor's cache while they are compared
 READ = 1 << 17
@@ -242,8 +240,6 @@ def norms(pairs: Iterable[TensorPair]) -> Iterator[Norms | None]:
 
 
 def _norms(pair: TensorPair) -> Norms | None:
-    import numpy as np
-
     a, b = pair.a, pair.b
     if not (has_numbers(a.dtype) and has_numbers(b.dtype)):
         return None
@@ -262,8 +258,6 @@ def _floats(dtype: DType, raw: bytes | bytearray) -> NDArray[Any]:
 
 
 def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
-    import numpy as np
-
     if a.ndim != b.ndim:  # one is complex, the other real
         a, b = (each if each.ndim == 2 else np.stack([each, np.zeros_like(each)], axis=1) for each in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)

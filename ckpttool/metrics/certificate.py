@@ -9,16 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..contract import SCHEMA
 from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, UsageFault
+from ..lazy import NDArray, np
 from . import Accuracy, ClassScore, Loss, PerClass
 from .predictions import COLUMNS, Evaluation, PredictionFile, Predictions
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Classes that are counted where nothing names them: as many as the largest vocabularies have tokens.
 MAX_CLASSES = 1 << 18
@@ -142,8 +140,6 @@ def _numbered(
     labels: NDArray[Any], predictions: NDArray[Any]
 ) -> tuple[tuple[str, ...], NDArray[Any], NDArray[Any]]:
     """Return the classes that are labels or predicted, and both columns as places among these."""
-    import numpy as np
-
     # Not all up to the largest: one label of 2^40 would take 24 TB. Numbers below 0 are no classes.
     classes, places = np.unique(np.concatenate([labels, predictions]), return_inverse=True)
     below_0 = int(np.searchsorted(classes, 0))
@@ -159,8 +155,6 @@ def _numbered(
 
 def recompute(files: Sequence[PredictionFile], samples: int | None = None) -> Certificate:
     """Compute the certificate of an evaluation from its prediction files."""
-    import numpy as np
-
     ordered = sorted(files, key=lambda file: math.inf if file.rank is None else file.rank)
     evaluation = _common(ordered)
     wanted = evaluation.samples if samples is None else samples

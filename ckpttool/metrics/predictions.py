@@ -20,14 +20,13 @@ from ..files.commit import replacing
 from ..files.copying import Output
 from ..files.digest import digest
 from ..formats import safetensors
+from ..lazy import NDArray, np
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, TensorRef
 from ..tensors.values import require_bounded, stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
 COLUMNS = {"index": "int64", "prediction": "int64", "label": "int64", "loss": "float64"}
 # The metadata key of the columns' digest, as `files.digest.digest` computes it.
@@ -122,15 +121,11 @@ def read(path: str | os.PathLike[str]) -> PredictionFile:
 
 
 def _as_tensor(path: str, values: NDArray[Any], dtype: str) -> TensorRef:
-    import numpy as np
-
     raw = values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     return TensorRef.of_bytes(Computed.in_memory(path, raw), DTYPES[dtype], values.shape)
 
 
 def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[Any]:
-    import numpy as np
-
     tensor = tensors.get(name)
     if tensor is None:
         raise Unsupported(path, f"is not a prediction file: it has no '{name}'", hint=HINT)

@@ -12,6 +12,7 @@ from ..analysis.run_log import LOG, Points, panels, read_runs, title
 from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
 from ..files.failures import reason
 from ..formats.roots import STATEMENT
+from ..lazy import np
 from ..words import counted, printable
 
 if TYPE_CHECKING:
@@ -142,8 +143,6 @@ def _recomputed(paths: Sequence[str], stated: dict[str, Any]) -> dict[str, Any]:
 
 def _confusion(files: Sequence[PredictionFile], classes: Sequence[str]) -> dict[str, Any]:
     """Return how often each class was predicted as each other: a matrix, or of many the largest."""
-    import numpy as np
-
     pairs = np.concatenate(
         [np.stack([each.predictions.label, each.predictions.prediction]) for each in files], axis=1
     )

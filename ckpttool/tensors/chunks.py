@@ -17,6 +17,7 @@ from mmap import mmap
 from operator import add, lt, sub
 
 from ..errors import RanksDiffer
+from ..lazy import np
 from .checked import BadTensor
 from .dtypes import DType
 from .ref import MAX_BYTES, Computed, TensorRef, extent
@@ -151,8 +152,6 @@ class _Whole:
         if part.copies:
             self._compare(target, part, within, shape)
         if not in_one_run:
-            import numpy as np
-
             box = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
             elements = np.frombuffer(out, np.uint8).reshape(*size, self.width)
             elements[box] = np.frombuffer(target, np.uint8).reshape(*shape, self.width)

@@ -19,6 +19,7 @@ from ...files.digest import PIECE
 from ...files.pieces import MOST_THREADS, Buffers, Progress
 from ...files.spool import Spool
 from ...files.threads import cores, cut, map_pieces
+from ...lazy import np
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from ...tensors.source import ByteRange
@@ -152,8 +153,6 @@ class Encoder:
         return value.digest()
 
     def _differing(self, piece: _Piece, new: memoryview, base: memoryview) -> _Block:
-        import numpy as np
-
         task, crc = piece.task, crc32(base)
         values, before = (np.frombuffer(each, UNSIGNED[task.pair.new.dtype.itemsize]) for each in (new, base))
         before ^= values

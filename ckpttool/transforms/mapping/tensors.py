@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
+from ...lazy import np
 from ...tensors.cast import Caster, carrier, reader, target
 from ...tensors.chunks import TensorPart, assembled
 from ...tensors.dtypes import PLAIN_FLOATS
@@ -71,8 +72,6 @@ def scaled(tensor: TensorRef, factor: float) -> TensorRef:
     require_bounded("a tensor of a rule", tensor)
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        import numpy as np
-
         first, count = start // dtype.itemsize, nbytes // dtype.itemsize
         for part in stretches(tensor, first, count):
             for piece in stream(part):

@@ -15,12 +15,10 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+from ...lazy import NDArray, np
 from .aligned import BLOCK, Aligned
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     Numbers = NDArray[np.float64]
 
 PARALLEL = 0.9995  # the cosine from which vectors count as parallel
@@ -68,8 +66,6 @@ class Recipe:
         sparse = [prepare(f"{name}\0{number}", pair) for number, pair in enumerate(pairs)]
 
         def rule(start: int, numbers: list[Numbers]) -> Numbers:
-            import numpy as np
-
             base, *others = numbers
             with np.errstate(all="ignore"):
                 differences = [_difference(base, each) for each in others]
@@ -82,8 +78,6 @@ class Recipe:
         return rule
 
     def _slerp(self, name: str, tensors: Aligned, parallel: list[str]) -> Rule:
-        import numpy as np
-
         sums = [0.0, 0.0, 0.0]
         with np.errstate(all="ignore"):
             for _, (a, b) in tensors.blocks():
@@ -111,8 +105,6 @@ class Recipe:
         """Keep each difference with the probability `density`, and the sum of their magnitudes."""
         if self.density in (0, 1):
             return _none if self.density == 0 else _all
-        import numpy as np
-
         kept = RandomMask(f"{self.seed}\0{name}", self.density)
         before = after = 0.0
         with np.errstate(all="ignore"):
@@ -135,8 +127,6 @@ class RandomMask:
 
     def mask(self, start: int, values: Numbers) -> NDArray[np.bool_]:
         """Return it for the block that begins at `start`; Philox makes its bits from a key and a counter."""
-        import numpy as np
-
         key = int.from_bytes(
             hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()[:16], "little"
         )
@@ -148,8 +138,6 @@ class RandomMask:
 
 def _difference(base: Numbers, other: Numbers) -> Numbers:
     """Return what was learnt; nothing where the numbers are equal, infinities too."""
-    import numpy as np
-
     with np.errstate(all="ignore"):
         return np.where(other == base, 0.0, other - base)
 
@@ -168,8 +156,6 @@ def _none(start: int, values: Numbers) -> Numbers:
 
 def _summed(values: list[Numbers], weights: Sequence[float]) -> Numbers:
     """Return the weighted sum of what has a weight."""
-    import numpy as np
-
     with np.errstate(all="ignore"):
         terms = (weight * each for weight, each in zip(weights, values, strict=True) if weight)
         return sum(terms, start=np.zeros_like(values[0]))
@@ -177,8 +163,6 @@ def _summed(values: list[Numbers], weights: Sequence[float]) -> Numbers:
 
 def _elected(values: list[Numbers], weights: Sequence[float]) -> Numbers:
     """Return the weighted mean of those that have the sign of the sum; that of 0 is positive."""
-    import numpy as np
-
     weighted = [weight * each for weight, each in zip(weights, values, strict=True)]
     sign = np.where(reduce(add, weighted) >= 0, 1.0, -1.0)
     agree = [np.sign(each) == sign for each in weighted]
@@ -203,8 +187,6 @@ class LargestMask:
 
     def mask(self, start: int, values: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which numbers of the block that begins at `start` are among the k largest."""
-        import numpy as np
-
         bits = _bits(values)
         equal = bits == self.least
         left = self.places - self.before[start // BLOCK]
@@ -220,8 +202,6 @@ def top_k(values: Pass, k: int) -> LargestMask:
         values: makes a pass over the tensor.
         k: how many, from 1 to the number of elements.
     """
-    import numpy as np
-
     high, shift, left = 0, 64, k  # the bits of the k-th from `shift` up, and its rank among those with them
     count = SORTED + 1
     while shift and count > SORTED:
@@ -244,15 +224,11 @@ def top_k(values: Pass, k: int) -> LargestMask:
 
 def _digits(values: NDArray[Any], high: int, shift: int) -> NDArray[np.int64]:
     """Count the values of DIGIT bits from `shift` up, of the numbers whose higher bits are these."""
-    import numpy as np
-
     bits = _bits(values) >> np.uint64(shift)
     digits = bits[bits >> np.uint64(DIGIT) == high] & np.uint64((1 << DIGIT) - 1)
     return np.bincount(digits.astype(np.int64), minlength=1 << DIGIT)
 
 
 def _bits(values: NDArray[Any]) -> NDArray[np.uint64]:
-    import numpy as np
-
     bits: NDArray[np.uint64] = values.view(np.uint64) & np.uint64(MAGNITUDE)
     return bits

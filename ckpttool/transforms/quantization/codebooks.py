@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoint.special_tensors import shape_of
+from ...lazy import NDArray, np
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import TensorRef, extent
 from .fields import HIGH_FIRST, Field, Packing, Sizes, elements, numbers, packed
 from .formula import Formula, Grid, Table
 from .groups import Group, PackedParts
 from .settings import shown
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 STATE = ".quant_state.bitsandbytes__"  # nf4 or fp4 follows
 MAX_STATE = 1 << 16  # bytes of settings of one tensor
@@ -85,8 +83,6 @@ def _count(parts: PackedParts, said: dict[str, Any], name: str) -> int:
 
 
 def _table(parts: PackedParts, name: str, length: int) -> NDArray[Any]:
-    import numpy as np
-
     levels = numbers(elements(parts.of(name, "float", (length,)))).read((0,), (length,))
     parts.require(bool(np.isfinite(levels).all()), name, "holds a NaN or an infinity")
     return levels

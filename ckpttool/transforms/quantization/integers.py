@@ -11,6 +11,7 @@ from __future__ import annotations
 from math import gcd
 
 from ...errors import Unsupported
+from ...lazy import np
 from ...tensors.ref import TensorRef
 from .fields import Field, Packing, Sizes, elements, numbers, packed
 from .formula import Formula, Grid, Integers
@@ -78,8 +79,6 @@ def _index(parts: PackedParts, name: str, inputs: int, groups: int, size: int) -
     """Return the group of each input; None where they are in order, as without an index."""
     if name not in parts.tensors:
         return None
-    import numpy as np
-
     tensor = parts.of(name, "int", (inputs,))
     field, in_order = elements(tensor), True
     for begin in range(0, inputs, 1 << 18):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
+from ...lazy import np
 from ...tensors.dtypes import DType, numpy_type
 from ...tensors.ref import TensorRef
 from . import fp4
@@ -46,8 +47,6 @@ def scaled(parts: PackedParts, scale: str) -> Group:
 
 def levels_of(dtype: DType) -> Integers | Table:
     """Return the numbers of all codes of an 8-bit type."""
-    import numpy as np
-
     if dtype.name == "int8":
         return Integers()
     return Table(np.arange(256, dtype=np.uint8).view(numpy_type(dtype)).astype("<f4"))
