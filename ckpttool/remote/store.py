@@ -71,22 +71,16 @@ class Store(Protocol):
         """
 
 
-class Missing(Unreadable):
+class Missing(Unreadable, kind="missing"):
     """There is no such object."""
 
-    kind = "missing"
 
-
-class Forbidden(Unreadable):
+class Forbidden(Unreadable, kind="forbidden"):
     """The server tells this user nothing of the object, not even whether there is one."""
 
-    kind = "forbidden"
 
-
-class Unranged(Unreadable):
+class Unranged(Unreadable, kind="unranged"):
     """The server sends an object only from front to back, whatever range is asked for."""
-
-    kind = "unranged"
 
 
 def changed(path: str) -> Damaged:

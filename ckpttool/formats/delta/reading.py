@@ -104,10 +104,8 @@ def _with_bases(file: Checkpoint, open_file: Open) -> Iterator[Checkpoint]:
         yield file
 
 
-class BaseMissing(Unreadable):
+class BaseMissing(Unreadable, kind="base-missing"):
     """The base of a delta does not lie beside it."""
-
-    kind = "base-missing"
 
 
 def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
