@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from itertools import count, islice
 from typing import Any
 
-from ..contract import SCHEMA
+from ..contract import SCHEMA, finite
 from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, UsageFault
 from ..lazy import NDArray, np
@@ -73,9 +73,9 @@ class Certificate(_Certified):
             "correct": self.correct,
             "samples": self.samples,
             "accuracy": self.accuracy,
-            "loss": _or_null(self.loss),
+            "loss": finite(self.loss),
             "per_class": [
-                {"class": name, **{column: as_json(getattr(score, column)) for column in OF_CLASS}}
+                {"class": name, **{column: finite(getattr(score, column)) for column in OF_CLASS}}
                 for name, score in zip(self.classes, self.per_class, strict=True)
             ],
             "ranks": self.ranks,
@@ -91,25 +91,12 @@ class LossCertificate(_Certified):
 
     def score(self) -> dict[str, Any]:
         return {
-            "loss": _or_null(self.loss),
+            "loss": finite(self.loss),
             "samples": self.samples,
             "count": self.count,
-            "metrics": as_json(self.metrics),
+            "metrics": finite(self.metrics),
             "ranks": self.ranks,
         }
-
-
-def as_json(value: Any) -> Any:
-    """Return what a metric's `compute` returned as JSON values: arrays as lists, NaN and inf as None."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    if hasattr(value, "tolist"):
-        return as_json(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    return _or_null(value) if isinstance(value, float) else value
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
@@ -217,7 +204,3 @@ def _faults(files: Sequence[PredictionFile], samples: int) -> list[str]:
             name += " again"
         parts[name] = file.predictions.index
     return faults(parts, samples)
-
-
-def _or_null(value: float) -> float | None:
-    return value if math.isfinite(value) else None

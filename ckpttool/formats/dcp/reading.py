@@ -26,7 +26,7 @@ from ...checkpoint.special_tensors import torch_dtype
 from ...errors import Damaged, Unsupported
 from ...files.open_source import allow_open_files
 from ...inert_pickle.reader import PickleFault, read_pickle
-from ...inert_pickle.values import Global, Record, in_brief
+from ...inert_pickle.values import Global, Record, has_text_keys, in_brief
 from ...remote.places import exists, is_folder, open_part, prepare
 from ...system import join
 from ...tensors.checked import BadTensor
@@ -125,7 +125,7 @@ def _fields(value: object, name: str) -> dict[Any, Any]:
 
 def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
     names = metadata.get("state_dict_metadata")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
+    if not has_text_keys(names):
         raise PickleFault("its metadata is malformed: it has no names")
     return names
 

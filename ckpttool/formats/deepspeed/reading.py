@@ -19,7 +19,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import Ranks
 from ...checkpoint.special_tensors import attributes, shape_of
 from ...errors import UsageFault
-from ...inert_pickle.values import remade, tensor_of, walk
+from ...inert_pickle.values import has_text_keys, remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
@@ -110,7 +110,7 @@ def shapes_of_groups(file: RankFile) -> list[Group]:
 def _shapes(file: RankFile, listed: object) -> Group:
     sizes = listed if isinstance(listed, dict) else {"": None}
     shapes = {name: shape for name, size in sizes.items() if (shape := shape_of(size)) is not None}
-    if len(shapes) < len(sizes) or not all(isinstance(name, str) for name in shapes):
+    if len(shapes) < len(sizes) or not has_text_keys(shapes):
         raise file.damaged("has malformed shapes of parameters")
     return shapes
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
-from ...inert_pickle.values import Record, in_brief, tensor_of
+from ...inert_pickle.values import Record, has_text_keys, in_brief, tensor_of
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Storage, TensorRef, extent
 from ..ranks.agreement import Held, Numbers, require_one, same
@@ -256,7 +256,7 @@ def _entry(file: RankFile, base: object, group: int) -> dict[str, Any]:
     """Return a rank's state of a group; {} when the optimizer never made a step."""
     states = dict(enumerate(base)) if isinstance(base, list) else attributes(base).get("state")
     entry = states.get(group, {}) if isinstance(states, dict) else None
-    if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
+    if not has_text_keys(entry):
         raise file.damaged(f"has a malformed optimizer state of group {group}")
     return entry
 
