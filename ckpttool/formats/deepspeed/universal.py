@@ -23,13 +23,13 @@ from ...errors import Damaged
 from ...inert_pickle.values import in_brief, tensor_of
 from ...remote.places import exists, names_in
 from ...system import join
-from ...tensors.ref import TensorRef, contiguous_stride
+from ...tensors.ref import TensorRef, contiguous_stride, count_of
 from ..ranks.merge_trees import merged
 from ..ranks.pieces import Candidates, RankFile, Take, Wholes, require_rank, whole_of
 from . import files as run_files
 from .files import LATEST, SETTINGS, ZERO, RunFiles, contents, is_universal, named_by, one_step, states_in
 from .reading import NAME, buffers_of, framework, frozen_of, module_of, shapes_of_groups, without_pieces
-from .zero import IN_USE, alone, numel, param_groups
+from .zero import IN_USE, alone, param_groups
 
 WEIGHTS, STEP = "fp32", "step"
 
@@ -175,7 +175,7 @@ def _tensor(file: Checkpoint, shape: tuple[int, ...] | None) -> TensorRef:
         raise Damaged(file.path, "has no tensor, as the files of a universal checkpoint do", hint=HINT)
     if shape is None or tensor.shape == shape:
         return alone(tensor)
-    if len(tensor.shape) != 1 or tensor.numel != numel(shape) or not tensor.is_stretch:
+    if len(tensor.shape) != 1 or tensor.numel != count_of(shape) or not tensor.is_stretch:
         what = f"has shape {list(tensor.shape)}, and the parameter {list(shape)}"
         raise Damaged(file.path, what, hint=HINT)
     return replace(alone(tensor), shape=shape, stride=contiguous_stride(shape))

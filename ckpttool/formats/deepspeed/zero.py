@@ -18,7 +18,7 @@ from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
 from ...inert_pickle.values import Record, has_text_keys, in_brief, tensor_of
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import Storage, TensorRef, extent
+from ...tensors.ref import Storage, TensorRef, count_of
 from ..ranks.agreement import Held, Numbers, require_one, same
 from ..ranks.pieces import RankFile, RankPiece, Wholes
 from .files import OF_STAGE_3, OF_STAGES_1_AND_2, RunFiles, of_optimizer, zero_settings
@@ -92,15 +92,15 @@ def vectors_cut(
     most: dict[int, list[int]] = {rank: [] for rank in least}
     for group, listed in enumerate(groups):
         fills = paddings[group] if paddings else [0] * len(listed)
-        total = sum(map(numel, listed.values())) + sum(fills)
+        total = sum(map(count_of, listed.values())) + sum(fills)
         size = -(-total // (ALIGNED * world_size)) * ALIGNED
         for rank in least:
             least[rank].append(min(max(total - rank * size, 0), size))
             most[rank].append(size)
         at = 0
         for (name, shape), fill in zip(listed.items(), fills, strict=True):
-            slots.append(ZeroSlot(name, shape, group, tuple(_runs(at, numel(shape), size))))
-            at += numel(shape) + fill
+            slots.append(ZeroSlot(name, shape, group, tuple(_runs(at, count_of(shape), size))))
+            at += count_of(shape) + fill
     return Layout(tuple(slots), least, most)
 
 
@@ -121,8 +121,8 @@ def parameters_cut(groups: Sequence[Group], world_size: int, ranks: Sequence[int
     for group, listed in enumerate(groups):
         at = 0
         for name, shape in listed.items():
-            slots.append(ZeroSlot(name, shape, group, tuple(_shares(numel(shape), at, world_size, ranks))))
-            at += -(-numel(shape) // world_size)
+            slots.append(ZeroSlot(name, shape, group, tuple(_shares(count_of(shape), at, world_size, ranks))))
+            at += -(-count_of(shape) // world_size)
         sizes.append(at)
     every = dict.fromkeys(ranks, sizes)
     return Layout(tuple(slots), every, every)
@@ -166,10 +166,6 @@ def given_order(names: Sequence[str], world_size: int) -> list[str]:
     # DeepSpeed deals the parameters out to the ranks in turn and joins what each got.
     places = list(chain(*(range(first, len(names), world_size) for first in range(world_size))))
     return [name for _, name in sorted(zip(places, names, strict=True))]
-
-
-def numel(shape: Shape) -> int:
-    return 0 if 0 in shape else extent(shape)
 
 
 # The optimizer.
