@@ -34,6 +34,9 @@ class CkptToolError(Exception):
     kind = "error"
     exit_code = 3
 
+    def __init_subclass__(cls, *, kind: str | None = None, exit_code: int | None = None) -> None:
+        cls.kind, cls.exit_code = kind or cls.kind, exit_code or cls.exit_code
+
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.reason, self.hint = message, hint
@@ -66,71 +69,48 @@ class FileError(CkptToolError):
         self.reason = reason
 
 
-class Unreadable(FileError):
+class Unreadable(FileError, kind="unreadable"):
     """The file is missing, is a folder, or may not be read."""
 
-    kind = "unreadable"
 
-
-class SeveralCheckpoints(Unreadable):
+class SeveralCheckpoints(Unreadable, kind="several-checkpoints"):
     """The folder holds checkpoints, and is none itself."""
 
-    kind = "several-checkpoints"
 
-
-class Damaged(FileError):
+class Damaged(FileError, kind="damaged"):
     """The file claims a format and breaks its rules: truncated, inconsistent, or made to mislead."""
 
-    kind = "damaged"
 
-
-class Unsupported(FileError):
+class Unsupported(FileError, kind="unsupported"):
     """The file is whole, but this package can't read or write it."""
 
-    kind = "unsupported"
 
-
-class Refused(FileError):
+class Refused(FileError, kind="refused"):
     """The request would lose or overwrite something; the message names the key, the hint the way out."""
 
-    kind = "refused"
 
-
-class NoState(FileError):
+class NoState(FileError, kind="no-state"):
     """The file has no model state, or none where the caller looked for it."""
 
-    kind = "no-state"
 
-
-class Collision(CkptToolError):
+class Collision(CkptToolError, kind="collision"):
     """Two keys would get the same name."""
 
-    kind = "collision"
 
-
-class NothingToDo(CkptToolError):
+class NothingToDo(CkptToolError, kind="nothing-to-do", exit_code=1):
     """The command found nothing to change."""
 
-    kind = "nothing-to-do"
-    exit_code = 1
 
-
-class CheckFailed(CkptToolError):
+class CheckFailed(CkptToolError, kind="check-failed", exit_code=1):
     """The state loads, but the model does not run with it."""
 
-    kind = "check-failed"
-    exit_code = 1
 
-
-class Ambiguous(CkptToolError):
+class Ambiguous(CkptToolError, kind="ambiguous", exit_code=1):
     """There are several ways to do what was asked, and nothing tells which is right.
 
     Attributes:
         candidates: what is open, each with the ways that there are.
     """
-
-    kind = "ambiguous"
-    exit_code = 1
 
     def __init__(self, message: str, *, candidates: tuple[str, ...] = (), hint: str | None = None) -> None:
         # Names of a file's may be of any length.
@@ -138,7 +118,7 @@ class Ambiguous(CkptToolError):
         self.candidates = candidates
 
 
-class Mismatch(CkptToolError):
+class Mismatch(CkptToolError, kind="mismatch", exit_code=1):
     """A state does not fit a model.
 
     Attributes:
@@ -146,9 +126,6 @@ class Mismatch(CkptToolError):
         unexpected: names of the file that the model does not have.
         mismatched: (name, shape or type in the file, shape or type in the model).
     """
-
-    kind = "mismatch"
-    exit_code = 1
 
     def __init__(
         self,
@@ -165,17 +142,12 @@ class Mismatch(CkptToolError):
         self.mismatched = mismatched
 
 
-class UsageFault(CkptToolError):
+class UsageFault(CkptToolError, kind="usage", exit_code=2):
     """The arguments of a call are wrong, whatever the files hold."""
 
-    kind = "usage"
-    exit_code = 2
 
-
-class OutputExists(UsageFault):
+class OutputExists(UsageFault, kind="output-exists"):
     """The output exists, and nothing allows overwriting it."""
-
-    kind = "output-exists"
 
 
 def already_exists(path: str, more: str = "") -> OutputExists:
@@ -189,22 +161,18 @@ def install(extra: str = "") -> str:
     return f"in a clone of ckpttool: pip install {what}"
 
 
-class Irreversible(UsageFault):
+class Irreversible(UsageFault, kind="irreversible"):
     """Rules that change an architecture have no way back; the message names the rule."""
 
-    kind = "irreversible"
 
-
-class NeedsTorch(UsageFault, ImportError):
+class NeedsTorch(UsageFault, ImportError, kind="needs-torch"):
     """Something was asked for that needs torch, which is not installed."""
-
-    kind = "needs-torch"
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} needs torch, which is not installed", hint=install("torch"))
 
 
-class RanksDiffer(CkptToolError):
+class RanksDiffer(CkptToolError, kind="ranks-differ", exit_code=1):
     """Ranks hold different values where they must be equal; the message names the tensor and the rank.
 
     Attributes:
@@ -212,9 +180,6 @@ class RanksDiffer(CkptToolError):
         reason: the message without the path.
         ranks: two ranks that saved other values; empty where they were not saved.
     """
-
-    kind = "ranks-differ"
-    exit_code = 1
 
     def __init__(
         self, reason: str, *, path: str | None = None, ranks: tuple[int, ...] = (), hint: str | None = None

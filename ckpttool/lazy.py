@@ -5,9 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["NDArray", "attributes", "needing_torch", "np", "shown_by", "views_in"]
 
 _views = ""
+
+
+class _Module:
+    """A module that is imported when a name in it is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        module = import_module(self._name)
+        vars(self).update(vars(module))  # so that later look-ups cost what those in a module do
+        return getattr(module, name)
+
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+else:  # most commands need no numpy, and start sooner without it
+    np, NDArray = _Module("numpy"), Any
 
 
 def attributes(

@@ -10,7 +10,7 @@ from itertools import islice
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from .analysis.comparison import Comparison
-from .analysis.diff_rows import ROWS, Row, items_of, rows_of
+from .analysis.diff_rows import ROWS, DiffRow, items_of, rows_of
 from .analysis.facts import facts_of, value_in_words
 from .analysis.summary import Summary
 from .checkpoint.checkpoint import Checkpoint
@@ -126,7 +126,7 @@ def comparison_html(comparison: Comparison) -> str:
     return html(verdict, folded("what differs", table(head, map(_cells, largest)), is_open=True), *end)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: DiffRow) -> tuple[str, ...]:
     return (row.mark, row.name, *(row.cells or ("", "", "", "")), row.text)
 
 

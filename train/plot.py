@@ -128,7 +128,7 @@ def _style() -> Iterator[None]:
 # ---- the picture ---------------------------------------------------------------------------------------
 
 
-def picture(runs: Sequence[run_log.Run]) -> Figure:
+def picture(runs: Sequence[run_log.RunCurves]) -> Figure:
     """Return a figure with a panel for each quantity that any of the runs has."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -158,7 +158,7 @@ def look_of(number: int) -> dict[str, Any]:
     }
 
 
-def _draw_panel(axes: Axes, quantity: str, runs: Sequence[run_log.Run]) -> None:
+def _draw_panel(axes: Axes, quantity: str, runs: Sequence[run_log.RunCurves]) -> None:
     for number, run in enumerate(runs):
         tested, trained = run.test.get(quantity, []), run.train.get(quantity, [])
         by_epoch, look = run.epochs.get(quantity, []), look_of(number)
@@ -179,7 +179,7 @@ def _draw_panel(axes: Axes, quantity: str, runs: Sequence[run_log.Run]) -> None:
         _draw_key(axes, by_epoch=any(quantity in run.epochs for run in runs))
 
 
-def _set_scales(axes: Axes, quantity: str, runs: Sequence[run_log.Run]) -> None:
+def _set_scales(axes: Axes, quantity: str, runs: Sequence[run_log.RunCurves]) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
     longest = max((at for run in runs for c in (run.train, run.test) for p in c.values() for at, _ in p))
@@ -217,13 +217,13 @@ def _draw_key(axes: Axes, *, by_epoch: bool) -> None:
     axes.legend(lines, names, loc="best", handlelength=2.2)
 
 
-def legend_columns(runs: Sequence[run_log.Run]) -> int:
+def legend_columns(runs: Sequence[run_log.RunCurves]) -> int:
     """Return how many names of runs stand in one row above the panels."""
     longest = max(len(run.name) for run in runs)
     return max(1, min(len(runs), 4, 110 // (longest + 6)))
 
 
-def _draw_legend(figure: Figure, runs: Sequence[run_log.Run], height: float) -> None:
+def _draw_legend(figure: Figure, runs: Sequence[run_log.RunCurves], height: float) -> None:
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], **look_of(number), **BOLD) for number in range(len(runs))]

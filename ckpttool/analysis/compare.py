@@ -21,7 +21,7 @@ from ..formats.reading import File, opened
 from ..inert_pickle.values import remade, tensor_of
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
-from .compare_values import Pair, distances, norms, unravelled
+from .compare_values import TensorPair, distances, norms, unravelled
 from .comparison import Change, Comparison
 from .distances import has_numbers
 from .equality import (
@@ -163,7 +163,7 @@ class _Comparing:
         self.only: tuple[list[str], list[str]] = [], []
         self.aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self.changes: list[Change] = []
-        self.pairs: list[Pair] = []
+        self.pairs: list[TensorPair] = []
         self.tensors_seen = self.same_files = 0
         self.tolerated: list[str] = []  # values that are no tensors
         self.text_keys: tuple[list[str], list[str]] = [], []
@@ -205,7 +205,7 @@ class _Comparing:
         elif a.contents is not None and a.contents == b.contents:
             self.same_files += 1
         else:
-            self.pairs.append(Pair(name, a, b, len(self.changes)))
+            self.pairs.append(TensorPair(name, a, b, len(self.changes)))
 
     def storages(self, side: int) -> Iterator[tuple[str, Storage]]:
         """Yield what is read of one of the files, by the names of the tensors that use it."""

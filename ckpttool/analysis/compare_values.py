@@ -12,20 +12,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..files.gathering import MOST_PIECES, is_tiny, read_together
 from ..files.pieces import Progress
 from ..files.threads import cores, cut, map_pieces
+from ..lazy import NDArray, np
 from ..tensors.dtypes import REAL_TYPES, DType
 from ..tensors.ref import TensorRef
 from ..tensors.source import ByteRange
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
 from .distances import Distance, Measure, has_numbers, measurer, numbers
 from .equality import Tolerance
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Bytes read of each file at a time; both pieces stay in the processor's cache while they are compared
 READ = 1 << 17
@@ -40,7 +38,7 @@ WORKERS = 4
 SAME = Distance(0)
 
 
-class Pair(NamedTuple):
+class TensorPair(NamedTuple):
     """A tensor of each file, of one shape; types may differ only when there is a tolerance."""
 
     name: str
@@ -55,8 +53,8 @@ class Pair(NamedTuple):
 
 
 def distances(
-    pairs: Iterable[Pair], tolerance: Tolerance | None = None, progress: Progress | None = None
-) -> Iterator[tuple[Pair, Distance]]:
+    pairs: Iterable[TensorPair], tolerance: Tolerance | None = None, progress: Progress | None = None
+) -> Iterator[tuple[TensorPair, Distance]]:
     """Yield the pairs whose bits differ, with their distance, in the order given; it may be tolerated."""
     # Without a tolerance elements are the same if their bits are: -0.0 differs from 0.0, and two NaNs may
     # differ, at a distance of nothing.
@@ -73,7 +71,7 @@ def distances(
             so_far = SAME
 
 
-def _without_equal(pairs: Iterable[Pair], progress: Progress | None) -> Iterator[Pair]:
+def _without_equal(pairs: Iterable[TensorPair], progress: Progress | None) -> Iterator[TensorPair]:
     """Yield pairs without small ones of equal bytes, which are read together: there may be very many."""
     following = iter(pairs)
     while some := [*islice(following, MOST_PIECES)]:
@@ -85,7 +83,7 @@ def _without_equal(pairs: Iterable[Pair], progress: Progress | None) -> Iterator
         yield from (pair for number, pair in enumerate(some) if number not in equal)
 
 
-def _tiny(pair: Pair) -> tuple[ByteRange, ByteRange] | None:
+def _tiny(pair: TensorPair) -> tuple[ByteRange, ByteRange] | None:
     """Return where the values of both tensors lie, if these are small and of one type; None for others."""
     a, b = pair.a, pair.b
     if a.dtype is not b.dtype or not (a.is_plain and b.is_plain):
@@ -99,7 +97,7 @@ def _tiny(pair: Pair) -> tuple[ByteRange, ByteRange] | None:
 class _Piece(NamedTuple):
     """A stretch of two tensors."""
 
-    pair: Pair
+    pair: TensorPair
     measure: Measure
     # the byte ranges that hold the same elements of one type; None for the whole of two tensors whose values
     # must be computed
@@ -109,7 +107,7 @@ class _Piece(NamedTuple):
     is_last: bool  # whether nothing of the tensors comes after it
 
 
-def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Piece]:
+def _pieces(pairs: Iterable[TensorPair], tolerance: Tolerance | None) -> Iterator[_Piece]:
     """Cut pairs that are plain bytes of one type into pieces; other pairs are one piece each."""
     for pair in pairs:
         a, b = pair.a, pair.b
@@ -144,7 +142,7 @@ def _compare(piece: _Piece) -> Distance:
     return found
 
 
-def _in_step(pair: Pair, measure: Measure) -> Distance:
+def _in_step(pair: TensorPair, measure: Measure) -> Distance:
     """Compare values of any layout and type; what both repeat by a stride of 0 is compared once."""
     name, a, b, _ = pair
     once, other = repeated_once(a, b)
@@ -236,14 +234,12 @@ class Norms:
         return max(-1.0, min(1.0, self.ab / lengths))
 
 
-def norms(pairs: Iterable[Pair]) -> Iterator[Norms | None]:
+def norms(pairs: Iterable[TensorPair]) -> Iterator[Norms | None]:
     """Yield the norms of pairs of tensors, in their order; memory holds a few pieces of 64 Ki elements."""
     return (found for _, found in map_pieces(_norms, pairs, cores(WORKERS)))
 
 
-def _norms(pair: Pair) -> Norms | None:
-    import numpy as np
-
+def _norms(pair: TensorPair) -> Norms | None:
     a, b = pair.a, pair.b
     if not (has_numbers(a.dtype) and has_numbers(b.dtype)):
         return None
@@ -262,8 +258,6 @@ def _floats(dtype: DType, raw: bytes | bytearray) -> NDArray[Any]:
 
 
 def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
-    import numpy as np
-
     if a.ndim != b.ndim:  # one is complex, the other real
         a, b = (each if each.ndim == 2 else np.stack([each, np.zeros_like(each)], axis=1) for each in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)

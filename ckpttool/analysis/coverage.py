@@ -14,7 +14,7 @@ from ..formats.delta.reading import NAME as DELTA
 from ..formats.pytorch import exported
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.inflating import is_intact
-from ..formats.pytorch.zip_reader import Record, read_directory
+from ..formats.pytorch.zip_reader import ZipRecord, read_directory
 from ..formats.shards import TORCH
 from ..tensors.ref import Storage
 from ..tensors.source import ByteRange, Source
@@ -36,7 +36,7 @@ MISMATCH = "its bytes do not match their checksum"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FileProblem:
     """Something wrong with a file.
 
     Attributes:
@@ -52,12 +52,12 @@ class Problem:
     message: str
 
 
-class Coverage:
+class ByteCoverage:
     """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.problems: list[Problem] = []  # of records, and of what lies around them
-        self.strays: list[Problem] = []  # records that nothing refers to
+        self.problems: list[FileProblem] = []  # of records, and of what lies around them
+        self.strays: list[FileProblem] = []  # records that nothing refers to
         self.checked = self.unsummed = 0  # bytes of storages and records
         self.free: Counter[str] = Counter()  # bytes that no checksum covers, by what they are
         self._within: Counter[int] = Counter()  # bytes of storages in each source, by its id
@@ -103,7 +103,7 @@ class Coverage:
             return
         faults, free = zip_frame(source)
         self.free.update(free)
-        self.problems += [Problem("frame", f"record {name}", message) for name, message in faults]
+        self.problems += [FileProblem("frame", f"record {name}", message) for name, message in faults]
         # Only a rank's file may refer to storages of which the whole takes nothing.
         referred: set[int] | None = None if is_of_rank else set()
         for record in read_directory(source).values():
@@ -126,12 +126,12 @@ class Coverage:
             self.checked += record.size
             self._check_record(source, record)
 
-    def _check_record(self, source: Source, record: Record) -> None:
+    def _check_record(self, source: Source, record: ZipRecord) -> None:
         intact = is_intact(source, record)
         if intact is None:
             self.free["records"] += record.size
         if intact is False:
-            self.problems.append(Problem("checksum", f"record {record.name}", MISMATCH))
+            self.problems.append(FileProblem("checksum", f"record {record.name}", MISMATCH))
 
 
 def _referred(source: Source) -> set[int]:
@@ -140,8 +140,8 @@ def _referred(source: Source) -> set[int]:
     return {data.offset for data in storages if isinstance(data, ByteRange)}
 
 
-def _stray(source: Source, record: Record) -> Problem:
+def _stray(source: Source, record: ZipRecord) -> FileProblem:
     """Return the problem of a record that torch.save does not write and that no tensor lies in."""
     head = source.read(record.data.offset, min(2, record.data.nbytes))
     what = "is a pickle that" if head[:1] == PROTO and head[1:] <= NEWEST else "is a record that"
-    return Problem("code", f"record {record.name}", f"{what} nothing in the file refers to")
+    return FileProblem("code", f"record {record.name}", f"{what} nothing in the file refers to")

@@ -25,7 +25,7 @@ Item = tuple[str, str, "Change | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DiffRow:
     """One row."""
 
     mark: str  # `~`, `-` or `+`
@@ -43,7 +43,7 @@ def items_of(comparison: Comparison) -> list[Item]:
     return [*changed, *((mark, name, None) for mark, names in only for name in names)]
 
 
-def rows_of(items: list[Item]) -> list[Row]:
+def rows_of(items: list[Item]) -> list[DiffRow]:
     """Return a row for each item while they are at most ROWS, else for each module."""
     if len(items) <= ROWS:
         return [_row(item) for item in items]
@@ -77,16 +77,16 @@ def _grouped(items: list[Item], depth: int) -> list[list[Item]]:
     return list(groups.values())
 
 
-def _row(item: Item) -> Row:
+def _row(item: Item) -> DiffRow:
     mark, name, change = item
     if change is None:
-        return Row(mark, name)
+        return DiffRow(mark, name)
     if change.distance is None or change.norms is None or change.a.endswith("[]"):
-        return Row(mark, name, brief(change), relative=relative(change))
+        return DiffRow(mark, name, brief(change), relative=relative(change))
     return _measured(mark, name, [change])
 
 
-def _group(items: list[Item], shared: dict[str, list[str]], depth: int) -> Row:
+def _group(items: list[Item], shared: dict[str, list[str]], depth: int) -> DiffRow:
     mark, first_name, first = items[0]
     name = ".".join(shared[".".join(first_name.split(".")[:-1][:depth])]) + ".*"
     changes = [change for _, _, change in items if change is not None]
@@ -94,10 +94,10 @@ def _group(items: list[Item], shared: dict[str, list[str]], depth: int) -> Row:
         return _measured(mark, name, changes)
     kinds = {"values": "tensors", "shape": "tensors of another shape", "dtype": "tensors of another dtype"}
     words = {kinds.get(change.why, "values") for change in changes} or {"names"}
-    return Row(mark, name, f"{len(items)} {' or '.join(sorted(words))}")
+    return DiffRow(mark, name, f"{len(items)} {' or '.join(sorted(words))}")
 
 
-def _measured(mark: str, name: str, changes: list[Change]) -> Row:
+def _measured(mark: str, name: str, changes: list[Change]) -> DiffRow:
     """Return the row of tensors as if they were joined, without counters, which would outweigh weights."""
     floats = [change for change in changes if not change.a.startswith(("int", "uint", "bool"))] or changes
     total = sum((change.norms for change in floats if change.norms is not None), Norms())
@@ -113,7 +113,7 @@ def _measured(mark: str, name: str, changes: list[Change]) -> Row:
     nans = sum(distance.nans for distance in apart)
     text = f"{nans} NaN on one side" if nans else "only in bits" if not any(largest) else ""
     unmeasured = total.relative is None or any(math.isinf(relative(change)) for change in changes)
-    return Row(mark, name, text, cells, math.inf if unmeasured else total.relative or 0.0)
+    return DiffRow(mark, name, text, cells, math.inf if unmeasured else total.relative or 0.0)
 
 
 def relative(change: Change | None) -> float:

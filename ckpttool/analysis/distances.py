@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..lazy import NDArray, np
 from ..tensors.cast import FLOATS, carrier, reader
 from ..tensors.dtypes import REAL_TYPES, DType, real_dtype
 from .equality import Tolerance
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 
@@ -79,8 +77,6 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
     as_numbers = has_numbers(one) and has_numbers(other)
 
     def measure(a: memoryview, b: memoryview, first: int) -> Distance:
-        import numpy as np
-
         x, y = _rows(one, a), _rows(other, b)
         count = len(x)
         if one is other:
@@ -115,15 +111,11 @@ def numbers(dtype: DType, raw: memoryview) -> NDArray[Any]:
 
 def _rows(dtype: DType, raw: memoryview) -> NDArray[Any]:
     """Return the bits of elements as unsigned integers: (elements, parts), two parts for complex types."""
-    import numpy as np
-
     return np.frombuffer(raw, dtype=f"<u{dtype.part}").reshape(-1, dtype.itemsize // dtype.part)
 
 
 def _values(dtype: DType, rows: NDArray[Any]) -> NDArray[Any]:
     """Return bits as float64, complex128, int64 or uint64: (elements,)."""
-    import numpy as np
-
     part = real_dtype(dtype)
     if part.name not in FLOATS:
         kind = "u" if part.name[0] in "ub" else "i"
@@ -136,8 +128,6 @@ class _Numbers:
     """Elements side by side: their values, and how far apart they are."""
 
     def __init__(self, one: DType, other: DType, x: NDArray[Any], y: NDArray[Any]) -> None:
-        import numpy as np
-
         self.a, self.b = _values(one, x), _values(other, y)
         self.steps = _steps(one, x, y) if one is other and one.name not in INTEGERS else None
         if one.name in INTEGERS and other.name in INTEGERS:
@@ -161,16 +151,12 @@ class _Numbers:
         self.apart = np.hypot(apart[:, 0], apart[:, 1]) if in_parts else apart
 
     def within(self, tolerance: Tolerance) -> Any:
-        import numpy as np
-
         limit = tolerance.atol + tolerance.rtol * _magnitude(self.b)
         if self.apart.dtype.kind == "u":  # which numpy would compare as float64
             return (limit >= 2.0**64) | (self.apart <= np.minimum(limit, 2.0**64 - 2048).astype("<u8"))
         return ((self.apart == 0) | (np.isfinite(self.apart) & (self.apart <= limit))) & ~self.one_nan
 
     def distance(self, keep: Any, first: int, places: NDArray[Any]) -> Distance:
-        import numpy as np
-
         apart, one_nan, places = self.apart[keep], self.one_nan[keep], places[keep]
         if not len(places):
             return Distance(0)
@@ -212,14 +198,10 @@ def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
 
 def _parts(values: Any) -> Any:
     """Return the real and imaginary parts of numbers as float64: (elements, 2)."""
-    import numpy as np
-
     return np.asarray(values, "<c16").reshape(-1, 1).view("<f8")
 
 
 def _magnitude(values: NDArray[Any]) -> Any:
-    import numpy as np
-
     if values.dtype.kind == "c":
         parts = _parts(values)
         parts = np.where(np.isnan(parts) & ~np.isnan(parts).all(axis=1, keepdims=True), 0.0, parts)
@@ -229,8 +211,6 @@ def _magnitude(values: NDArray[Any]) -> Any:
 
 def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
     """Return the number of steps between numbers of a type; for complex ones, the larger of the parts'."""
-    import numpy as np
-
     # In IEEE 754 types and their kin, the bits of floats of one sign are in the order of the numbers.
     part = real_dtype(dtype)
     top = 8 * part.itemsize - 1

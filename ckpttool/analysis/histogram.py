@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ..lazy import NDArray, np
 
 FINE = 1024  # cells of the grid, at most; a bin is the sum of many
 DIGITS = 60  # bits of a cell's number: it is an int64
@@ -28,8 +27,6 @@ class Histogram:
 
     def add(self, block: NDArray[Any]) -> None:
         """Add finite numbers: (n,), n > 0."""
-        import numpy as np
-
         least, most = float(block.min()), float(block.max())
         if self.count:
             before = self.least, self.most
@@ -49,16 +46,12 @@ class Histogram:
         self.count += len(block)
 
     def _widen(self, bits: int) -> None:
-        import numpy as np
-
         if bits and self._counts is not None:
             cells = np.arange(self._first, self._first + len(self._counts)) >> bits
             self._first = int(cells[0])
             self._counts = np.bincount(cells - self._first, weights=self._counts).astype("i8")
 
     def _insert(self, first: int, counts: NDArray[Any]) -> None:
-        import numpy as np
-
         assert self._counts is not None
         start = min(first, self._first)
         end = max(first + len(counts), self._first + len(self._counts))
@@ -73,8 +66,6 @@ class Histogram:
         A value may be counted in the bin next to its own if it lies within 2 / FINE of the range of their
         edge. Of equal values there is one bin; of none, none.
         """
-        import numpy as np
-
         if self._exponent is None or self._counts is None:
             return (self.count,) * (self.count > 0)
         cells = np.arange(self._first, self._first + len(self._counts)) + 0.5

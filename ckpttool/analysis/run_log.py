@@ -82,7 +82,7 @@ MAX_NAME = 44  # characters of a run's name, beyond which its middle is left out
 
 
 @dataclass(frozen=True)
-class Run:
+class RunCurves:
     """The curves of one run, by quantity: `loss`, `accuracy` or what its task measures, `lr`, and so on."""
 
     name: str
@@ -93,7 +93,7 @@ class Run:
     seconds: dict[str, Points] = field(default_factory=dict)
 
 
-def read_runs(paths: Sequence[str]) -> list[Run]:
+def read_runs(paths: Sequence[str]) -> list[RunCurves]:
     """Return the runs with these logs or folders, in this order."""
     runs = [curves(name, read(path)) for name, path in zip(names_of(paths), paths, strict=True)]
     for run, path in zip(runs, paths, strict=True):
@@ -102,13 +102,13 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     return runs
 
 
-def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
+def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> RunCurves:
     """Return the curves of a run from the entries of its log.
 
     The curves of the training are those of the steps, and where a log has none, of the epochs. Loss and speed
     of less than half an interval, as at the end of a training, say little and are left out.
     """
-    run, by_epoch, entries = Run(name), Run(name), list(entries)
+    run, by_epoch, entries = RunCurves(name), RunCurves(name), list(entries)
     usual = max((_value(entry["steps"]) for entry in entries if "steps" in entry), default=1.0)
     for entry in entries:
         if "epoch" in entry:
@@ -124,7 +124,7 @@ def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
             if not too_short:
                 _add_seconds(run.seconds, at, entry)
     losses = {"loss": by_epoch.train["loss"]} if {"loss"} <= run.train.keys() & by_epoch.train.keys() else {}
-    return Run(name, {**by_epoch.train, **run.train}, by_epoch.test, losses, run.seconds)
+    return RunCurves(name, {**by_epoch.train, **run.train}, by_epoch.test, losses, run.seconds)
 
 
 def _add_seconds(seconds: dict[str, Points], at: float, entry: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ def _add_seconds(seconds: dict[str, Points], at: float, entry: Mapping[str, Any]
             _add(seconds, key.removesuffix("seconds").rstrip("_") or "step", at, _value(entry[key]) / steps)
 
 
-def _add_epoch(run: Run, entry: Mapping[str, Any]) -> None:
+def _add_epoch(run: RunCurves, entry: Mapping[str, Any]) -> None:
     at = _value(entry["epoch"])
     for quantity, key in (("loss", "train_loss"), ("accuracy", "train_accuracy"), ("lr", "lr")):
         if key in entry:
@@ -198,7 +198,7 @@ def shortened(name: str) -> str:
     return f"{name[:head]}…{name[-(MAX_NAME - 1 - head) :]}"
 
 
-def panels(runs: Sequence[Run]) -> list[str]:
+def panels(runs: Sequence[RunCurves]) -> list[str]:
     """Return the quantities that get a panel: the loss, the scores, the learning rate, the throughput."""
     scores = dict.fromkeys(name for run in runs for name in (*run.test, *run.train))
     others = [name for name in scores if name not in ("loss", "lr", "samples_per_second")]

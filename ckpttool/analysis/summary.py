@@ -20,7 +20,7 @@ from ..inert_pickle.known_names import is_dangerous, names_in, names_that_run, u
 from ..inert_pickle.values import Global, Record, in_brief, tensor_of, walk
 from ..lazy import shown_by
 from ..tensors.ref import TensorRef
-from ..transforms.quantization.recognise import Found, Scheme, recognise
+from ..transforms.quantization.recognise import PackedState, Scheme, recognise
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from ..words import counted, show_bytes
 from .other_contents import OptimizerRow, OtherRow, SchedulerRow, other_rows, training_rows
@@ -172,7 +172,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     names = checkpoint.names | names_in(checkpoint.tree)
     lightning = isinstance(checkpoint.tree, dict) and LIGHTNING in checkpoint.tree
     prefixes = found_prefixes(tensors, chosen.versions, lightning=lightning) if chosen else ()
-    packed = recognise(checkpoint, chosen) if chosen else Found()
+    packed = recognise(checkpoint, chosen) if chosen else PackedState()
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, expect
@@ -19,15 +19,13 @@ from ..formats.one_of_several import piece_of
 from ..formats.reading import open as open_checkpoint
 from ..formats.roots import checkpoints_below, lacking_parts, step_in
 from ..inert_pickle.values import Record, walk
+from ..lazy import NDArray, np
 from ..remote.places import is_folder, nbytes_of
 from ..tensors.cast import FLOATS, carrier, reader
 from ..tensors.ref import TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from .distances import INTEGERS
 from .histogram import Histogram
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 BINS = 16  # of a histogram that is shown
 MOST_CHECKPOINTS = 200  # that are opened; the newest of a run come first
@@ -141,8 +139,6 @@ def measure_all(
 
 
 def _values(kind: str, tensor: TensorRef, piece: memoryview) -> NDArray[Any]:
-    import numpy as np
-
     if kind in FLOATS:
         return reader(tensor.dtype)(np.frombuffer(piece, dtype=carrier(tensor.dtype)))
     return np.frombuffer(piece, dtype="u1" if kind == "bool" else np.dtype(kind).newbyteorder("<"))
@@ -159,8 +155,6 @@ class _Sums:
         self.most: Any = None
 
     def add(self, block: NDArray[Any]) -> None:
-        import numpy as np
-
         if block.dtype.kind == "f":
             finite = np.isfinite(block)
             if not finite.all():

@@ -27,7 +27,7 @@ from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repe
 from ..transforms.keys import stripping
 from .compare import both_states, diff, outside_of
 from .comparison import Change, Comparison
-from .coverage import MISMATCH, Coverage, Problem
+from .coverage import MISMATCH, ByteCoverage, FileProblem
 
 PIECE = 4 << 20  # Bytes of values read as one piece; whole elements
 
@@ -54,7 +54,7 @@ class Verified:
     checked_bytes: int
     unsummed: int
     non_finite: Mapping[str, int]
-    problems: tuple[Problem, ...]
+    problems: tuple[FileProblem, ...]
     free: Mapping[str, int] = field(default_factory=dict)
     compared: str | None = None
     hint: str | None = None
@@ -114,18 +114,20 @@ def verify(
             damaged = checksums.damaged(progress)
         for source in checkpoint.sources:
             source.check_rest()
-        coverage = Coverage(checkpoint)
+        coverage = ByteCoverage(checkpoint)
         problems = _code(checkpoint, coverage.strays) if no_code else []
-        problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
-        problems += [Problem("torch", name, f"has {fault}") for name, fault in checkpoint.index_faults()]
-        problems += [Problem("ranks", name, fault.reason) for name, fault in differing.items()]
+        problems += [FileProblem("torch", name, message) for name, message in checkpoint.remarks]
+        problems += [FileProblem("torch", name, f"has {fault}") for name, fault in checkpoint.index_faults()]
+        problems += [FileProblem("ranks", name, fault.reason) for name, fault in differing.items()]
         where = " (in {})" if checkpoint.format == DELTA else ""  # of several files one is damaged
-        problems += [Problem("checksum", n, MISMATCH + where.format(s.data.path)) for n, s in damaged]
+        problems += [FileProblem("checksum", n, MISMATCH + where.format(s.data.path)) for n, s in damaged]
         problems += coverage.problems
         problems += _parts(checkpoint)
         if finite:
             infinite = "of its values are NaN or infinite"
-            problems += [Problem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()]
+            problems += [
+                FileProblem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()
+            ]
         compared = hint = None
         keyed: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         if against is not None:
@@ -137,14 +139,14 @@ def verify(
     return Verified(coverage.checked, coverage.unsummed, non_finite, *said, *keyed)
 
 
-def _code(checkpoint: Checkpoint, strays: list[Problem]) -> list[Problem]:
+def _code(checkpoint: Checkpoint, strays: list[FileProblem]) -> list[FileProblem]:
     """Return what could run, and records that nothing refers to; TorchScript has its code in such."""
     running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
-    problems = [Problem("code", name, "could run, when loaded without weights_only") for name in running]
+    problems = [FileProblem("code", name, "could run, when loaded without weights_only") for name in running]
     return problems if checkpoint.format == torch_zip.TORCHSCRIPT else strays + problems
 
 
-def _parts(checkpoint: Checkpoint) -> list[Problem]:
+def _parts(checkpoint: Checkpoint) -> list[FileProblem]:
     """Compare the files that the trainer's `--save-parts` has written with their digests."""
     if (parts := parts_beside(checkpoint.tree)) is None:
         return []
@@ -158,7 +160,7 @@ def _parts(checkpoint: Checkpoint) -> list[Problem]:
         except OSError as error:
             wrong = f"can't be read: {reason(error)}"
         if wrong:
-            problems.append(Problem("checksum", path, wrong))
+            problems.append(FileProblem("checksum", path, wrong))
     return problems
 
 
@@ -178,19 +180,19 @@ def _compare(
     return "everything" if whole else "state", comparison, hint
 
 
-def _differences(comparison: Comparison) -> list[Problem]:
+def _differences(comparison: Comparison) -> list[FileProblem]:
     return [
-        *(Problem("only-here", name, "is not in the other file") for name in comparison.only_a),
-        *(Problem("only-there", name, "is only in the other file") for name in comparison.only_b),
+        *(FileProblem("only-here", name, "is not in the other file") for name in comparison.only_a),
+        *(FileProblem("only-there", name, "is only in the other file") for name in comparison.only_b),
         *map(_problem, comparison.changed),
     ]
 
 
-def _problem(change: Change) -> Problem:
+def _problem(change: Change) -> FileProblem:
     if (found := change.distance) is not None:
-        return Problem("values", change.name, f"{found.differ} of {found.of} values differ")
+        return FileProblem("values", change.name, f"{found.differ} of {found.of} values differ")
     kind = "form" if change.why in ("shape", "dtype") else "values"
-    return Problem(kind, change.name, f"{change.a}, there {change.b}")
+    return FileProblem(kind, change.name, f"{change.a}, there {change.b}")
 
 
 def _non_finite(

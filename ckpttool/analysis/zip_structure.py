@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from ..files.gathering import MOST_PIECES
 from ..formats.pytorch import zip_writer
 from ..formats.pytorch.zip_entries import extra_fields
-from ..formats.pytorch.zip_reader import Record, read_directory
+from ..formats.pytorch.zip_reader import ZipRecord, read_directory
 from ..formats.pytorch.zip_writer import CENTRAL, END, FULL32, LOCAL, LOCATOR64, PADDING_EXTRA, ZIP64_EXTRA
 from ..tensors.source import Source
 
@@ -74,7 +74,7 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
 
 
 def _between(
-    source: Source, records: Sequence[Record], headers: Sequence[int], ends: Sequence[int]
+    source: Source, records: Sequence[ZipRecord], headers: Sequence[int], ends: Sequence[int]
 ) -> Iterator[tuple[bytes, bytes]]:
     """Yield what stands before each record and behind it, as far as a descriptor may; many read together."""
     for first in range(0, len(records), MOST_PIECES):

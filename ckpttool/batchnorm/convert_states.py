@@ -129,7 +129,7 @@ Target = Literal["sync", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BatchNormReport:
     """What a conversion did.
 
     Attributes:
@@ -160,7 +160,7 @@ def convert(
     exclude: Iterable[str] = (),
     as_text: bool | None = None,
     state: str | None = None,
-) -> tuple[Checkpoint, Report]:
+) -> tuple[Checkpoint, BatchNormReport]:
     """Convert a checkpoint's BatchNorm layers to synchronised layers, or back to plain ones."""
     if to not in ("sync", "plain"):
         raise UsageFault(f"--to {to}: not a kind of BatchNorm", hint="sync or plain")
@@ -186,9 +186,9 @@ def convert(
 
 def _report(
     state: State, layers: list[str], named: list[str], known: Mapping[str, str], wanted: Mapping[str, str]
-) -> Report:
+) -> BatchNormReport:
     """Plan the conversion of a state that records the `known` kinds and should record the `wanted` ones."""
-    return Report(
+    return BatchNormReport(
         tuple(dict.fromkeys((*layers, *named))),
         tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in state.container),
         tuple(path for path in layers if _is_old(state, path)),
@@ -204,7 +204,7 @@ def _is_old(state: State, layer: str) -> bool:
     return isinstance(version, int) and version < VERSION
 
 
-def _versions(state: State, report: Report, kinds: Mapping[str, str]) -> dict[object, object] | None:
+def _versions(state: State, report: BatchNormReport, kinds: Mapping[str, str]) -> dict[object, object] | None:
     """Return the `_metadata` after a conversion, or None for none."""
     if state.versions is None and not kinds:
         return None
@@ -224,7 +224,9 @@ def _versions(state: State, report: Report, kinds: Mapping[str, str]) -> dict[ob
     return new if new or not old else None
 
 
-def _converted(state: State, report: Report, versions: dict[object, object] | None) -> dict[object, object]:
+def _converted(
+    state: State, report: BatchNormReport, versions: dict[object, object] | None
+) -> dict[object, object]:
     """Return the state's dict after a conversion: each new counter follows its layer's variance."""
     new = remade(state.container, _entries(state.container, set(report.added)))
     if versions is not None and not isinstance(new, OrderedDict_):

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.digested import digest_of_value
@@ -16,6 +16,7 @@ from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests
 from ..inert_pickle.values import tensor_of
+from ..lazy import NDArray, np
 from ..tensors.cast import TARGETS, reader
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import require_bounded, stream
@@ -23,10 +24,6 @@ from ..transforms.mean import in_float64, nearest
 from ..transforms.selection import replace_state
 from .convert_states import find, fits, key
 from .pooling import Counts, pool
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 MAX_NAMED = 8  # keys that a hint lists, each with its flag
 
@@ -71,8 +68,6 @@ def pool_states(
     _check_patterns(layers, {"--counts": counts or (), "--cumulative": averaged})
     of_batchnorm = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
     from_first = _check_same(checkpoints, states, of_batchnorm, tuple(keep_first))
-    import numpy as np
-
     new: dict[str, TensorRef] = {}
     made: dict[tuple[object, str], TensorRef] = {}  # so that layers that are tied on all ranks stay tied
     for layer in layers:
@@ -178,8 +173,6 @@ def _pooled_layer(
     momentum: float | None,
 ) -> dict[str, TensorRef]:
     """Return the new tensors of one layer; none if all ranks have the same."""
-    import numpy as np
-
     path = checkpoints[0].path
     names = {name: key(layer, name) for name in (MEAN, VARIANCE, COUNTER)}
     read = {
@@ -221,8 +214,6 @@ def _views(states: Sequence[State], layer: str) -> tuple[object, ...]:
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     """Return a tensor's values in float64, or int64 for counters."""
-    import numpy as np
-
     require_bounded(name, tensor)
     if tensor.dtype.name == "int64":
         return np.frombuffer(b"".join(map(bytes, stream(tensor))), dtype="<i8").reshape(tensor.shape)
@@ -235,8 +226,6 @@ def _tensor(
     path: str, name: str, old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]
 ) -> TensorRef:
     """Return a tensor like `old`, with these values in its own storage."""
-    import numpy as np
-
     with np.errstate(over="ignore"):
         raw = values.astype("<i8") if old.dtype.name == "int64" else nearest(values, old.dtype)
         if old.dtype.name != "int64" and (np.isfinite(values) & ~np.isfinite(reader(old.dtype)(raw))).any():

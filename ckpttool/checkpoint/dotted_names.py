@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..inert_pickle.values import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, remade, tensor_of
+from ..inert_pickle.values import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, remade, tensor_of, walk
 from ..tensors.ref import TensorRef
 from .optimizer_view import is_nested_optimizer
 from .pickled_modules import inside, is_module
@@ -133,24 +133,17 @@ def is_tensor(value: object) -> bool:
 
 def holds_only_tensors(root: Container) -> bool:
     """Return whether a dict has dicts inside, and these nothing but tensors (or `_extra_state`) by text."""
-    seen: set[int] = set()
-    has_tensor = False
-    stack = [root]
-    while stack:
-        container = stack.pop()
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
+    has_tensor, dicts = False, 0
+    for container in walk(root, lambda value: [item for item in value.values() if isinstance(item, dict)]):
+        dicts += 1
         for key, value in container.items():
             if not isinstance(key, str):
                 return False
-            if isinstance(value, dict):
-                stack.append(value)
-            elif is_tensor(value):
+            if is_tensor(value):
                 has_tensor = True
-            elif not key.endswith(EXTRA_STATE):
+            elif not isinstance(value, dict) and not key.endswith(EXTRA_STATE):
                 return False
-    return has_tensor and len(seen) > 1
+    return has_tensor and dicts > 1
 
 
 def flattened(root: Container, limit: int) -> dict[str, Path]:

@@ -9,6 +9,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ..inert_pickle import values as inert
@@ -63,15 +64,9 @@ def _is_shared_by_identity(value: object) -> bool:
 
 def _references(tree: object) -> Counter[int]:
     """Count the appearances of each shareable value in the tree, by id."""
-    counts: Counter[int] = Counter()
-    stack = [tree]
-    while stack:
-        value = stack.pop()
-        if _is_shared_by_identity(value):
-            counts[id(value)] += 1
-            if counts[id(value)] == 1:
-                stack.extend(inert.children(value))
-    return counts
+    containers = (value for value in inert.walk(tree) if not isinstance(value, inert.LEAVES))
+    appearing = chain([tree], chain.from_iterable(map(inert.children, containers)))
+    return Counter(id(value) for value in appearing if _is_shared_by_identity(value))
 
 
 class _Encoder:

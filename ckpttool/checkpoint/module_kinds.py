@@ -18,15 +18,10 @@ def kinds_in(metadata: Mapping[str, str]) -> dict[Any, object]:
     return kinds if isinstance(kinds, dict) else {}
 
 
-def kinds_text(kinds: Mapping[str, object]) -> str:
-    """Return the text of kinds by layer."""
-    return json.dumps(dict(kinds), sort_keys=True)
-
-
 def with_kinds(metadata: Mapping[str, str], kinds: Mapping[str, object]) -> dict[str, str]:
     """Return the texts of a header with these kinds recorded, or with no record for none."""
     new = {name: value for name, value in metadata.items() if name != KINDS_TEXT}
-    return {**new, KINDS_TEXT: kinds_text(kinds)} if kinds else new
+    return {**new, KINDS_TEXT: json.dumps(dict(kinds), sort_keys=True)} if kinds else new
 
 
 def moved_kinds(

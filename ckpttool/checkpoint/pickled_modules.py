@@ -36,7 +36,7 @@ class BadModules(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ModuleParts:
     """The contribution of one module: its own tensors by name, parameters first, and its child modules."""
 
     tensors: dict[str, object]
@@ -62,7 +62,7 @@ def is_module(value: object) -> bool:
     return attributes(value) is not None
 
 
-def parts(module: object) -> Parts:
+def parts(module: object) -> ModuleParts:
     """Return the parts of a pickled module, without absent ones such as the bias of `bias=False`."""
     values = attributes(module) or {}
     hidden = values.get("_non_persistent_buffers_set")
@@ -70,7 +70,7 @@ def parts(module: object) -> Parts:
     tensors = _present(values.get("_parameters"))
     buffers = _present(values.get("_buffers"))
     tensors.update((name, item) for name, item in buffers.items() if name not in hidden)
-    return Parts(tensors, {k: v for k, v in _present(values.get("_modules")).items() if is_module(v)})
+    return ModuleParts(tensors, {k: v for k, v in _present(values.get("_modules")).items() if is_module(v)})
 
 
 def _present(items: object) -> dict[str, object]:
@@ -120,13 +120,13 @@ def detached(value: object) -> object:
     return replace(tensor, requires_grad=False) if tensor.requires_grad else tensor
 
 
-def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:
+def named(root: object, parts: Callable[[object], ModuleParts] = parts) -> Iterator[tuple[str, object]]:
     """Yield the entries of a model's state dict in its order, a module's own before its children's.
 
     A module in several places is named in each, as torch does. BadModules if modules contain themselves, are
     nested too deeply, or are shared in more ways than can be named.
     """
-    parts_of: dict[int, Parts] = {}
+    parts_of: dict[int, ModuleParts] = {}
     text, once = 0, 0
     above: list[int] = []  # the modules around the current one, outermost first
     stack: list[tuple[str, int, object]] = [("", 0, root)]

@@ -8,18 +8,16 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import Refused
 from ..inert_pickle.values import Global, Record
+from ..lazy import NDArray, np
 from ..tensors.checked import BadTensor
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, extent, is_count
 from ..tensors.values import CHUNK, in_pieces, require_bounded, stretches
 from ..words import first_few
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Shape = tuple[int, ...]
 
@@ -213,8 +211,6 @@ def index_fault(name: str, tensor: SpecialTensor) -> str | None:
 
 def _numbers_of_row(indices: TensorRef, row: int) -> Iterator[NDArray[Any]]:
     """Yield the numbers along the last axis, of the row with this number if all others were one."""
-    import numpy as np
-
     length = indices.shape[-1]
     for view in stretches(indices, row * length, length):
         for piece in in_pieces(view, CHUNK):
@@ -243,8 +239,6 @@ def _fault_of_coo(tensor: SpecialTensor) -> str | None:
 
 
 def _fault_of_compressed(tensor: SpecialTensor) -> str | None:
-    import numpy as np
-
     starts, plain, values = (tensor.parts[part] for part in ("compressed indices", "plain indices", "values"))
     axes, count = len(plain.shape) - 1, plain.shape[-1]
     size = (tensor.shape or ())[axes : axes + 2]

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 
 from ..errors import Damaged, NoState, Refused, Unsupported
-from ..inert_pickle.values import OrderedDict_, Record, in_brief
+from ..inert_pickle.values import OrderedDict_, Record, has_text_keys, in_brief
 from ..words import first_few
 from . import dotted_names, states
 from .dotted_names import Entry, Path, contents, dotted, follow, is_tensor
@@ -56,7 +56,7 @@ class StateSearch:
         value, elsewhere = follow(self.tree, path), placeholders(self.tree)
         if isinstance(value, Record) and is_module(value):
             return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        if not has_text_keys(value):
             raise self._no_dict(path)
         if not states.is_nested(path, value) and (states.is_state(value) or not value):
             return make_state(path, value, elsewhere=elsewhere)

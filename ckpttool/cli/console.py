@@ -93,9 +93,9 @@ class Console:
             yield bar.calls.get("progress")
 
     @contextmanager
-    def bar(self, label: str) -> Iterator[Bar]:
+    def bar(self, label: str) -> Iterator[ProgressBar]:
         """Yield a progress bar, drawn until the block ends: on a terminal, and not with -q or --json."""
-        bar = Bar(label, drawn=not (self.quiet or self.json) and sys.stderr.isatty())
+        bar = ProgressBar(label, drawn=not (self.quiet or self.json) and sys.stderr.isatty())
         try:
             yield bar
         finally:
@@ -118,7 +118,7 @@ def _remarks() -> list[str]:
     return traffic.taken() if (traffic := _traffic()) else []
 
 
-class Bar:
+class ProgressBar:
     """A progress bar on stderr, of bytes or of steps, from when their number is known."""
 
     def __init__(self, label: str, *, drawn: bool) -> None:

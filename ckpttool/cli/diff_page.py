@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..analysis.diff_rows import ROWS, Row, detailed, items_of, relative, rows_of
+from ..analysis.diff_rows import ROWS, DiffRow, detailed, items_of, relative, rows_of
 from .console import coloured, printable
 from .layout import columns, cut_middle, fitting, left, right, without, wrapped
 
@@ -31,20 +31,20 @@ def page(comparison: Comparison, sort: str | None, width: int | None) -> Iterato
 def details(comparison: Comparison, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
     rows = [
-        Row(mark, name, detailed(change) if change else "", relative=relative(change))
+        DiffRow(mark, name, detailed(change) if change else "", relative=relative(change))
         for mark, name, change in items_of(comparison)
     ]
     for row in _sorted(rows, sort):
         yield from _lines(row, printable(row.name), width)
 
 
-def _sorted(rows: list[Row], sort: str | None) -> list[Row]:
+def _sorted(rows: list[DiffRow], sort: str | None) -> list[DiffRow]:
     if sort == "name":
         return sorted(rows, key=lambda row: row.name)
     return sorted(rows, key=lambda row: -row.relative) if sort == "size" else rows
 
 
-def _table(rows: list[Row], width: int | None) -> Iterator[str]:
+def _table(rows: list[DiffRow], width: int | None) -> Iterator[str]:
     """Yield the header, if a row has numbers, and the rows: names give way to the width, then figures, which
     are named then.
     """
@@ -69,7 +69,7 @@ def _table(rows: list[Row], width: int | None) -> Iterator[str]:
         yield from without(HEADER[len(widths) :], width)
 
 
-def _lines(row: Row, start: str, width: int | None) -> Iterator[str]:
+def _lines(row: DiffRow, start: str, width: int | None) -> Iterator[str]:
     """Yield a row: its mark, name and figures, and what differs in words; below those if it does not fit."""
     line = f"{start}  {row.text}" if row.text else start.rstrip()
     if width is None or not row.text or columns(line) + 2 <= width:
@@ -79,5 +79,5 @@ def _lines(row: Row, start: str, width: int | None) -> Iterator[str]:
     yield from (f"    {part}" for part in wrapped(row.text, max(width - 4, LEAST)))
 
 
-def _mark(row: Row) -> str:
+def _mark(row: DiffRow) -> str:
     return coloured(row.mark, COLOURS[row.mark])

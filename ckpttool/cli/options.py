@@ -175,7 +175,7 @@ SAYING = ("as_json", "quiet", "verbose", "force", "resume", "verify", "companion
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WriteJob:
     """What the options that all commands share which write say: taken apart here, and nowhere else."""
 
     console: Console
@@ -235,14 +235,14 @@ def _with_console(function: F) -> F:
 
 
 def _with_job(function: F) -> F:
-    """Hand a command the options that it shares with others as one Job."""
+    """Hand a command the options that it shares with others as one WriteJob."""
 
     @wraps(function)
     def command(**given: Any) -> Any:
         given.setdefault("inputs", (given.get("input"),))
         given["input"] = given["inputs"][0]
-        shared = {each.name: given.pop(each.name) for each in fields(Job) if each.name in given}
-        return function(job=Job(**shared), **given)
+        shared = {each.name: given.pop(each.name) for each in fields(WriteJob) if each.name in given}
+        return function(job=WriteJob(**shared), **given)
 
     return command  # type: ignore[return-value]
 

@@ -106,17 +106,17 @@ class Stopped(BaseException):
         self.number = number
 
 
-class ReaderGone(Exception):
+class StdoutClosed(Exception):
     """The reader of stdout has stopped, as `| head` does."""
 
 
 @contextmanager
 def _broken_pipe_raised() -> Iterator[None]:
-    """Raise ReaderGone for a broken pipe, which click would take for a failure or for success."""
+    """Raise StdoutClosed for a broken pipe, which click would take for a failure or for success."""
     try:
         yield
     except BrokenPipeError as error:
-        raise ReaderGone from error
+        raise StdoutClosed from error
 
 
 class Help(click.HelpFormatter):
@@ -276,7 +276,7 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt) as stop:  # not under `main`, which has handlers of its own
         click.echo(f"interrupted{left_by(stop)}", err=True)
         return 130
-    except (ReaderGone, BrokenPipeError):
+    except (StdoutClosed, BrokenPipeError):
         return 141
     except Exception as error:
         if os.environ.get("CKPTTOOL_DEBUG") == "1":

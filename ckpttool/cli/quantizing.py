@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..tensors.dtypes import PLAIN_FLOATS
 from .console import counted
-from .options import Job
+from .options import WriteJob
 from .rewriting import Outcome, Target
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Quantizing:
     """Packed tensors made plain, or plain ones packed, in one call of the command."""
 
-    job: Job
+    job: WriteJob
     checkpoint: Checkpoint  # as it was read
     outcome: Outcome
     target: Target

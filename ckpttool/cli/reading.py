@@ -16,7 +16,7 @@ from .failure import Call, describe, error_fields, fail
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
-    from ..formats.one_of_several import Piece
+    from ..formats.one_of_several import ModelFile
 
 # What a note says before the names in a field of a result, by the result's class
 SAID = {
@@ -77,7 +77,7 @@ def open_file(console: Console, path: str) -> Checkpoint:
     return checkpoint
 
 
-def note_piece(console: Console, path: str) -> Piece | None:
+def note_piece(console: Console, path: str) -> ModelFile | None:
     """Warn if a file is one of several that hold a model together, and return what is known of them."""
     from ..formats.one_of_several import piece_of
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
-from .options import Job
+from .options import WriteJob
 from .reading import fields_of, note_fields, note_piece, note_state
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Companions:
     untrue: Sequence[str] = ()  # names of what would be copied, or could be, and is not true of the output
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, job: Job, place: Destination) -> Companions:
+    def of(cls, checkpoint: Checkpoint, job: WriteJob, place: Destination) -> Companions:
         """Look into INPUT's folder; an existing file in a companion's place is refused without --force."""
         from ..formats import folders
         from ..remote.places import identity_of, is_folder
@@ -143,7 +143,7 @@ def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
 
 
 def rewrite(
-    job: Job, transform: Transform, *, opening: Callable[[], Checkpoint] | None = None, **choices: Any
+    job: WriteJob, transform: Transform, *, opening: Callable[[], Checkpoint] | None = None, **choices: Any
 ) -> None:
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats

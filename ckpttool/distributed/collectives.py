@@ -36,17 +36,12 @@ NUMBER_AND_DIGEST = struct.Struct("<q32s")
 MESSAGE = 1 << 24
 
 
-class RankFailed(CkptToolError):
+class RankFailed(CkptToolError, kind="rank-failed", exit_code=1):
     """Another rank failed, and this one stops with it, with that rank's message, hint and exit code."""
 
-    kind = "rank-failed"
-    exit_code = 1
 
-
-class RankLost(RankFailed):
+class RankLost(RankFailed, kind="rank-lost"):
     """Another rank is gone or does not answer; `watch` has written which one to stderr."""
-
-    kind = "rank-lost"
 
 
 # ---- one rank for all ----------------------------------------------------------------------------------

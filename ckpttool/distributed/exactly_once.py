@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ..lazy import NDArray, np
 
 VERSION = b"ckpttool index set 1\n"
 # How many samples, or runs of consecutive samples, a message names.
@@ -16,8 +15,6 @@ MOST_SHOWN = 6
 
 def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
     """Describe how the samples 0 to `samples` - 1 fail to appear once over all parts: name -> int64 [n]."""
-    import numpy as np
-
     if _each_once(parts.values(), samples):
         return []
     joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts.values()])
@@ -40,8 +37,6 @@ def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
 
 def index_digest(samples: int) -> str:
     """Return the SHA-256 of the index set 0 to samples - 1: a version line, then little-endian int64s."""
-    import numpy as np
-
     sha256 = hashlib.sha256(VERSION)
     for start in range(0, samples, 1 << 20):
         sha256.update(np.arange(start, min(start + (1 << 20), samples), dtype="<i8").tobytes())
@@ -50,8 +45,6 @@ def index_digest(samples: int) -> str:
 
 def _each_once(parts: Collection[NDArray[Any]], samples: int) -> bool:
     """Return whether each of 0 to samples - 1 appears once: quickly, since this is usual."""
-    import numpy as np
-
     if sum(map(len, parts)) != samples:
         return False
     seen = np.zeros(samples, dtype=bool)
@@ -64,8 +57,6 @@ def _each_once(parts: Collection[NDArray[Any]], samples: int) -> bool:
 
 def _gaps(ascending: NDArray[Any], samples: int) -> list[tuple[int, int]]:
     """Return the runs (first, last) of 0 to samples - 1 that are missing."""
-    import numpy as np
-
     edges = np.concatenate([[-1], ascending, [samples]])
     before = np.flatnonzero(np.diff(edges) > 1)
     return [(int(edges[at]) + 1, int(edges[at + 1]) - 1) for at in before]
@@ -73,8 +64,6 @@ def _gaps(ascending: NDArray[Any], samples: int) -> list[tuple[int, int]]:
 
 def _runs(ascending: NDArray[Any]) -> list[tuple[int, int]]:
     """Return the runs (first, last) of consecutive numbers."""
-    import numpy as np
-
     breaks = np.flatnonzero(np.diff(ascending) > 1) + 1
     return [(int(run[0]), int(run[-1])) for run in np.split(ascending, breaks)]
 
@@ -94,7 +83,5 @@ def listed(names: Iterable[object], left: int) -> str:
 
 def _holders(parts: Mapping[str, NDArray[Any]], samples: NDArray[Any]) -> str:
     """Name the first few parts that hold any of these samples."""
-    import numpy as np
-
     names = [name for name, index in parts.items() if np.isin(index, samples).any()]
     return listed(names[:MOST_SHOWN], len(names) - MOST_SHOWN)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import CheckFailed
+from ..lazy import NDArray
 from . import collectives, transport
 from .exactly_once import faults
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Bytes of all ranks' rows in flight at a time. More than that leaves the cache and takes longer per byte.
 PIECE = 8 << 20

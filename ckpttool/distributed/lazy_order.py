@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ..lazy import NDArray, np
 
 ROUNDS = 8
 CHUNK = 1 << 13  # places that are computed at once: numpy's calls cost more than their work for a batch
@@ -23,8 +22,6 @@ class InOrder:
         return self.count
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        import numpy as np
-
         start, stop, _ = part.indices(self.count)
         return self.at(np.arange(start, max(start, stop), dtype=np.int64))
 
@@ -63,8 +60,6 @@ class Permuted(InOrder):
         return found
 
     def _enciphered(self, values: NDArray[Any]) -> NDArray[Any]:
-        import numpy as np
-
         left, right = np.divmod(values.astype(np.uint64), np.uint64(self.base))
         for key in self.keys:
             left, right = right, (left + _mixed(right, key) % np.uint64(self.base)) % np.uint64(self.base)
@@ -74,8 +69,6 @@ class Permuted(InOrder):
 
 def _mixed(values: NDArray[Any], key: int) -> NDArray[Any]:
     """Return 64 bits for each value, all of which change with each bit of it (as SplitMix64 ends)."""
-    import numpy as np
-
     mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)  # these wrap around, as they shall
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

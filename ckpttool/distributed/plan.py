@@ -20,13 +20,12 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageFault
+from ..lazy import NDArray, np
 from ..words import counted
 from .lazy_order import InOrder, Permuted
 from .shuffle import shuffled
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     Order = NDArray[Any] | InOrder
 
 Item = TypeVar("Item")
@@ -88,8 +87,6 @@ class Plan:
         int32; or int64, and computed where it is sliced, for a stream and for `MANY` samples or more. Only
         the repeats of the samplers `torch` and `none` depend on the number of ranks.
         """
-        import numpy as np
-
         if self.in_order:
             return InOrder(self.samples)
         if self.samples >= MANY and self.sampler == "exact":
@@ -159,8 +156,6 @@ class Plan:
 
     def seen(self, epoch: int, world_size: int) -> NDArray[Any]:
         """Return how often all ranks together take each sample in an epoch, by its index."""
-        import numpy as np
-
         taken = min(self.steps_of(world_size) * self.batch_size, self.length(world_size))
         return np.bincount(self.order(epoch, world_size)[:taken], minlength=self.samples)
 

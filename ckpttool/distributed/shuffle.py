@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import MutableSequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ..lazy import NDArray, np
 
 FEW, MANY = 2_000, 2**31  # outside these the plain loop: it is short, or each draw takes two words
 CHUNK = 8.0  # times the square root of what is left; of larger chunks too many swaps meet
@@ -19,8 +18,6 @@ def shuffled(count: int, seed: str) -> NDArray[Any]:
 
     A string seed is hashed by random itself, the same way on every Python and machine.
     """
-    import numpy as np
-
     order: NDArray[Any] = np.arange(count, dtype=np.int32 if count < MANY else np.int64)
     generator = random.Random(seed)
     if count < FEW or count >= MANY:
@@ -41,8 +38,6 @@ class _Words:
     """The 32-bit words of a generator of Python's, drawn by numpy, which has the same Mersenne Twister."""
 
     def __init__(self, generator: random.Random) -> None:
-        import numpy as np
-
         _, state, _ = generator.getstate()
         self.twister = np.random.RandomState(0)
         self.twister.set_state(("MT19937", np.array(state[:-1], dtype=np.uint32), state[-1], 0, 0.0))
@@ -50,8 +45,6 @@ class _Words:
 
     def targets(self, last: int, most: int) -> NDArray[Any]:
         """Return what `shuffle` draws for the next places: one of 0 to `last` for `last`, and so on down."""
-        import numpy as np
-
         # It takes as many leading bits of a word as last + 1 has, and another word if that is too large. The
         # number of bits must not change within a chunk.
         bits = (last + 1).bit_length()
@@ -72,8 +65,6 @@ class _Words:
         return drawn[places]
 
     def _next(self, count: int) -> NDArray[Any]:
-        import numpy as np
-
         if len(self.unused) < count:
             more = self.twister.randint(0, 2**32, max(count, 1 << 16), dtype=np.uint32)
             self.unused = np.concatenate([self.unused, more])
@@ -82,8 +73,6 @@ class _Words:
 
 def _swap(order: NDArray[Any], targets: NDArray[Any], marks: NDArray[Any]) -> None:
     """Swap the last place with the first target, the one before it with the second, and so on, in order."""
-    import numpy as np
-
     last, first = len(order) - 1, len(order) - len(targets)
     # Swaps that share no place with another one can be done at once. The others share a target, or their
     # target is the place of another one; `marks` may find a few too many.

@@ -38,7 +38,7 @@ class Buffers:
         self._spare.append(buffer)
 
 
-class Piece(NamedTuple):
+class BytesPiece(NamedTuple):
     """A stretch of the bytes with this number, or the whole of a tensor whose values must be made."""
 
     number: int
@@ -52,14 +52,14 @@ def map_bytes(
     items: Iterable[Bytes],
     most: int,
     progress: Progress | None = None,
-) -> Iterator[tuple[Piece, T]]:
+) -> Iterator[tuple[BytesPiece, T]]:
     """Yield the pieces of each item, in order, with `work(number, chunks)`, which several threads do.
 
     Bytes of a file are cut into pieces of at most `most` bytes, other items are one piece each.
     """
     buffers = Buffers()
 
-    def done(piece: Piece) -> T:
+    def done(piece: BytesPiece) -> T:
         with buffers.one() as buffer:
             data = piece.data
             chunks = stream(data, buffer=buffer) if isinstance(data, TensorRef) else data.chunks(buffer)
@@ -71,11 +71,11 @@ def map_bytes(
         yield piece, result
 
 
-def _pieces(items: Iterable[Bytes], most: int) -> Iterator[Piece]:
+def _pieces(items: Iterable[Bytes], most: int) -> Iterator[BytesPiece]:
     for number, item in enumerate(items):
         data = item.data if isinstance(item, TensorRef) and item.is_plain else item
         if not isinstance(data, ByteRange) or not data.nbytes:
-            yield Piece(number, data, data.nbytes, True)
+            yield BytesPiece(number, data, data.nbytes, True)
             continue
         for start, size in cut(data.nbytes, most):
-            yield Piece(number, data.part(start, size), size, start + size == data.nbytes)
+            yield BytesPiece(number, data.part(start, size), size, start + size == data.nbytes)

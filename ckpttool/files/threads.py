@@ -43,14 +43,14 @@ def _raise_all(numbers: list[int]) -> None:
         signal.raise_signal(number)
 
 
-class Piece(Protocol):
+class WorkItem(Protocol):
     """Something to be worked on, of a size in bytes."""
 
     @property
     def nbytes(self) -> int: ...
 
 
-P = TypeVar("P", bound=Piece)
+P = TypeVar("P", bound=WorkItem)
 
 
 def cores(most: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import Unsupported, UsageFault, install
+from ..lazy import np
 from ..tensors.source import ByteRange
 
 # The element types that torch has too, by their number.
@@ -27,8 +28,6 @@ PIECE = 1 << 17  # elements that are unpacked together, whole blocks; fewer and 
 
 def fill(data: ByteRange, name: str, kind: int, byteorder: str, start: int, out: memoryview) -> None:
     """Put values of a packed tensor into memory, float32, from byte `start` of them on."""
-    import numpy as np
-
     _, elements, nbytes = PACKED[kind]
     unpack, values = _unpacker(data.path, name, kind, byteorder), np.frombuffer(out, "<f4")
     first, done = start // 4, 0
@@ -44,8 +43,6 @@ def fill(data: ByteRange, name: str, kind: int, byteorder: str, start: int, out:
 
 def require(path: str, name: str, kind: int, byteorder: str) -> None:
     """Raise what unpacking a tensor would, for want of the package or a formula: a block of zeros tells."""
-    import numpy as np
-
     _unpacker(path, name, kind, byteorder)(np.zeros((1, PACKED[kind][2]), np.uint8))
 
 

@@ -22,7 +22,7 @@ from ..tensors.source import ByteRange, Source
 from ..tensors.values import in_row_major
 from .cursor import Cursor
 from .pytorch.inflating import MAX_TEXT_GROWTH, Inflating
-from .pytorch.zip_reader import Record, first_name, read_directory
+from .pytorch.zip_reader import ZipRecord, first_name, read_directory
 
 NPY, NPZ = "npy", "npz"
 MAGIC = b"\x93NUMPY"
@@ -48,7 +48,7 @@ OTHERS = {
 }
 
 
-class Array(NamedTuple):
+class ArrayHeader(NamedTuple):
     """What a header says: element type and byte order, or what other elements there are; and the shape."""
 
     dtype: DType | None
@@ -78,7 +78,7 @@ def read(source: Source) -> Checkpoint:
     return _checkpoint(source, NPZ, places, others)
 
 
-def _whole(inflating: Inflating, record: Record) -> Storage:
+def _whole(inflating: Inflating, record: ZipRecord) -> Storage:
     """Return all bytes of a record, of which its checksum is."""
     return Storage(inflating.data(record), "UntypedStorage", crc32=record.crc32)
 
@@ -116,7 +116,7 @@ def _names(cursor: Cursor, name: str, size: int) -> frozenset[Global]:
         raise Damaged(cursor.source.path, str(fault)) from None
 
 
-def header(cursor: Cursor, called: str) -> Array:
+def header(cursor: Cursor, called: str) -> ArrayHeader:
     """Read the header of an array, which messages call so, up to its values."""
     path = cursor.source.path
     if cursor.left < 10 or cursor.take(len(MAGIC)) != MAGIC:
@@ -134,14 +134,14 @@ def header(cursor: Cursor, called: str) -> Array:
     return _parsed(path, called, text)
 
 
-def _parsed(path: str, called: str, text: str) -> Array:
+def _parsed(path: str, called: str, text: str) -> ArrayHeader:
     fields: dict[str, re.Match[str]] = {}
     at, inside = 0, text[1:-1].rstrip() if text[:1] + text[-1:] == "{}" else "?"
     while at < len(inside):
         match = ENTRY.match(inside, at)
         if match is None or match["key"] in fields:
             if re.search(r"['\"]descr['\"]\s*:\s*[\[(]", inside):
-                return Array(None, "little", "records of several fields", (), False)
+                return ArrayHeader(None, "little", "records of several fields", (), False)
             raise Damaged(path, f"its {called} has a malformed header: {text[:80]!r}")
         fields[match["key"]], at = match, match.end()
     if {*fields} != {"descr", "fortran_order", "shape"}:
@@ -149,7 +149,7 @@ def _parsed(path: str, called: str, text: str) -> Array:
     descr, flag, sizes = fields["descr"]["text"], fields["fortran_order"]["flag"], fields["shape"]["sizes"]
     if descr is None or flag is None or sizes is None or not (kind := DESCR.fullmatch(descr)):
         raise Damaged(path, f"its {called} has a malformed header: {text[:80]!r}")
-    return Array(*_element(kind), _shape(path, called, sizes), flag == "True")
+    return ArrayHeader(*_element(kind), _shape(path, called, sizes), flag == "True")
 
 
 def _element(kind: re.Match[str]) -> tuple[DType | None, str, str]:
@@ -170,7 +170,7 @@ def _shape(path: str, called: str, sizes: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _tensor(cursor: Cursor, name: str, array: Array, dtype: DType, whole: Storage) -> TensorRef:
+def _tensor(cursor: Cursor, name: str, array: ArrayHeader, dtype: DType, whole: Storage) -> TensorRef:
     numel = 0 if 0 in array.shape else extent(array.shape)
     if cursor.left != (nbytes := numel * dtype.itemsize):
         what = f"its '{name[:80]}' should have {nbytes} bytes by its shape, has {cursor.left}"

@@ -38,7 +38,7 @@ OF_MEGATRON = (
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModelFile:
     """A file that is one of several of one model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Piece:
         return f"{shown([self.path])} is {self.what}; {rest} not read. {way[:1].upper()}{way[1:]}"
 
 
-def piece_of(path: str) -> Piece | None:
+def piece_of(path: str) -> ModelFile | None:
     """Return what a file is a piece of; None for one that is whole by its name, and for folders and stdin."""
     folder, name = os.path.split(path)
     if path == "-" or is_folder(path):
@@ -88,13 +88,13 @@ def _others(folder: str, name: str, same: re.Pattern[str]) -> list[str]:
     return [join(folder, other) for other in names]
 
 
-def _numbered(path: str, name: str, number: int, others: list[str], way: str) -> Piece | None:
+def _numbered(path: str, name: str, number: int, others: list[str], way: str) -> ModelFile | None:
     """Return a piece whose name has no count: number 0 alone may be the whole, as with Meta's 7B."""
     what = f"one of {len(others) + 1} files that ranks wrote ({name})"
-    return Piece(path, what, tuple(others), 0, f"{CUT}; {way}") if others or number else None
+    return ModelFile(path, what, tuple(others), 0, f"{CUT}; {way}") if others or number else None
 
 
-def _shard(path: str, match: re.Match[str]) -> Piece:
+def _shard(path: str, match: re.Match[str]) -> ModelFile:
     folder, name = os.path.split(path)
     begin, number, count, end = match.groups()
     others = _others(folder, name, re.compile(rf"{re.escape(begin)}-\d+-of-{count}{re.escape(end)}"))
@@ -104,4 +104,4 @@ def _shard(path: str, match: re.Match[str]) -> Piece:
         whole = shlex.quote(folder or ".")
     lacking = f"{missing} of them are not here: copy them too, then ckpttool merge"
     way = lacking if missing else f"ckpttool merge {whole} OUT"
-    return Piece(path, f"shard {int(number)} of {int(count)}", tuple(others), missing, way)
+    return ModelFile(path, f"shard {int(number)} of {int(count)}", tuple(others), missing, way)

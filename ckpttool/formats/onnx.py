@@ -16,6 +16,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unsupported
 from ..files.open_source import allow_open_files
 from ..inert_pickle.values import OrderedDict_
+from ..lazy import np
 from ..remote.places import is_inside, open_part, prepare
 from ..remote.urls import is_url
 from ..system import join
@@ -262,8 +263,6 @@ class _Coded:
 
     def check(self) -> None:
         """Count the numbers, which are as many as bytes that end one."""
-        import numpy as np
-
         chunks = self.origin.chunks(memoryview(bytearray(CHUNK)))
         found = sum(int(np.count_nonzero(np.frombuffer(chunk, np.uint8) < 0x80)) for chunk in chunks)
         if found != self.numel:
@@ -282,8 +281,6 @@ class _Coded:
                 return
 
     def _decoded(self) -> Iterator[memoryview]:
-        import numpy as np
-
         rest = b""
         for chunk in self.origin.chunks(memoryview(bytearray(CHUNK))):
             raw = np.frombuffer(rest + bytes(chunk), np.uint8)

@@ -23,7 +23,7 @@ from ..errors import Damaged, Unreadable, Unsupported
 from ..files.commit import writing_into
 from ..files.copying import Output, settle_together
 from ..files.open_source import allow_open_files
-from ..inert_pickle.values import OrderedDict_
+from ..inert_pickle.values import OrderedDict_, has_text_keys
 from ..remote import reads
 from ..remote.places import is_folder, open_part, open_source_at, prepare
 from ..system import join
@@ -216,7 +216,7 @@ def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
 
 def _state_of(index: Source, name: str, shard: Checkpoint) -> dict[str, object]:
     tree = shard.tree
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+    if not has_text_keys(tree):
         raise Damaged(index.path, f"its shard '{name}' holds something other than tensors by name")
     return tree
 

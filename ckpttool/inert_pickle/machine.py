@@ -86,7 +86,7 @@ Call = Callable[["Machine", tuple[Any, ...]], object]
 AfterBuild = Callable[[object, int], int]
 
 
-class Shortcut(Protocol):
+class OpcodeShortcut(Protocol):
     """Runs opcodes that begin with a reference to a name in one step.
 
     It may leave None in the memo for values that nobody may ever ask for, and puts them there when one does.
@@ -125,7 +125,7 @@ class CutShort(Malformed):
     """The data ends inside the pickle, so far as can be told."""
 
 
-class Stop(Exception):
+class PickleEnd(Exception):
     """The pickle ends at byte `end`."""
 
     def __init__(self, end: int) -> None:
@@ -159,7 +159,7 @@ class Machine:
         data: bytes,
         persistent_load: PersistentLoad | None,
         reducers: Reducers,
-        shortcuts: Mapping[Global, Shortcut],
+        shortcuts: Mapping[Global, OpcodeShortcut],
         calls: Mapping[Global, Call],
         after_build: AfterBuild | None = None,
     ) -> None:

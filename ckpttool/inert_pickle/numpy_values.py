@@ -65,7 +65,7 @@ class Element:
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class PickledArray:
     """An array as it is pickled."""
 
     element: Element
@@ -134,7 +134,7 @@ def scalar_type(value: Record) -> str:
     return f"numpy.{name}"
 
 
-def array_of(value: object) -> Array | None:
+def array_of(value: object) -> PickledArray | None:
     """Return a pickled array of NumPy; None for anything else, or if its parts do not fit each other."""
     if not isinstance(value, Record):
         return None
@@ -152,4 +152,4 @@ def array_of(value: object) -> Array | None:
     size = 1 if isinstance(data, list) else element.itemsize
     if not size or len(data) != numel * size or len(shape) > MAX_AXES or extent(shape) > MAX_EMPTY + numel:
         return None
-    return Array(element, shape, bool(fortran), data)
+    return PickledArray(element, shape, bool(fortran), data)

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from .machine import SET, Machine, Stop, fault, is_importable, malformed
+from .machine import SET, Machine, PickleEnd, fault, is_importable, malformed
 from .operands import PUSHING, Operation, grouped, index, indexed, line, popping, text
 from .values import Global, Set_
 
@@ -38,7 +38,7 @@ def stop(m: Machine, position: int) -> int:
         fault("its pickle stops inside a group")
     if not m.stack:
         raise IndexError
-    raise Stop(position)
+    raise PickleEnd(position)
 
 
 def mark(m: Machine, position: int) -> int:

@@ -20,10 +20,10 @@ from .machine import (
     CutShort,
     Machine,
     Malformed,
+    OpcodeShortcut,
     PersistentLoad,
+    PickleEnd,
     Reducers,
-    Shortcut,
-    Stop,
 )
 from .machine import PickleFault as PickleFault
 from .opcodes import OPCODES, uint4, unknown
@@ -123,7 +123,7 @@ def read_pickle(
     *,
     persistent_load: PersistentLoad | None = None,
     reducers: Reducers | None = None,
-    shortcuts: Mapping[Global, Shortcut] | None = None,
+    shortcuts: Mapping[Global, OpcodeShortcut] | None = None,
     after_build: AfterBuild | None = None,
 ) -> Pickle:
     """Read the pickle that begins at `start`; raise PickleFault, or CutShort where the data ends first.
@@ -135,7 +135,7 @@ def read_pickle(
     machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS, after_build)
     try:
         _run(machine, start)
-    except Stop as stop:
+    except PickleEnd as stop:
         return Pickle(machine.stack.pop(), stop.end, machine.protocol, frozenset(machine.names))
     except (EOFError, struct.error):
         fault: PickleFault = CutShort(MALFORMED)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..tensors.ref import Storage, TensorRef
 
@@ -159,11 +159,14 @@ PARAMETER = names_of("torch._utils: _rebuild_parameter _rebuild_parameter_with_s
 WRAPPERS = PARAMETER | FROM_TYPE
 
 
+def has_text_keys(value: object) -> TypeGuard[dict[Any, Any]]:
+    """Return whether a value is a dict whose keys are all text; so is an empty one."""
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
 def is_state(value: object) -> bool:
     """Return whether a value can be the state of an OrderedDict: attributes, or what a call gives."""
-    attributes = attributes_in(value)
-    named = attributes is not None and all(isinstance(name, str) for name in attributes)
-    return named or isinstance(value, Record)
+    return isinstance(value, Record) or has_text_keys(attributes_in(value))
 
 
 def attributes_in(state: object) -> dict[Any, Any] | None:
@@ -227,8 +230,11 @@ LEAVES = (TensorRef, str, int, float, bytes, bytearray, complex, type(None), Glo
 LEAF_TYPES = frozenset(LEAVES)
 
 
-def walk(root: object) -> Iterator[object]:
-    """Yield every container of a tree once, however often it is referred to, and all leaves; no recursion."""
+def walk(root: object, inside: Callable[[Any], Iterable[object]] = children) -> Iterator[Any]:
+    """Yield every container of a tree once, however often it is referred to, and all leaves; no recursion.
+
+    `inside` returns what is directly in a container and belongs to the tree.
+    """
     seen: set[int] = set()
     stack = [root]
     while stack:
@@ -237,7 +243,7 @@ def walk(root: object) -> Iterator[object]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            stack.extend(children(value))
+            stack.extend(inside(value))
         yield value
 
 

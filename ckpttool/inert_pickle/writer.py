@@ -22,7 +22,7 @@ PersistentId = Callable[[Storage], tuple[object, ...]]
 ReduceTensor = Callable[[TensorRef], tuple[Global, tuple[object, ...]]]
 
 
-class Shortcut(Protocol):
+class WriterShortcut(Protocol):
     """Writes tensors that are like one before in one step."""
 
     def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
@@ -47,7 +47,7 @@ def write_pickle(
     protocol: int = 2,
     persistent_id: PersistentId,
     reduce_tensor: ReduceTensor,
-    shortcut: Shortcut | None = None,
+    shortcut: WriterShortcut | None = None,
 ) -> bytes:
     """Return the pickle of a value; raise TooDeep, or ValueError for what no pickle of ours can hold."""
     writer = _Writer(max(protocol, 2), persistent_id, reduce_tensor, shortcut)
@@ -62,7 +62,7 @@ class _Writer:
         protocol: int,
         persistent_id: PersistentId,
         reduce_tensor: ReduceTensor,
-        shortcut: Shortcut | None,
+        shortcut: WriterShortcut | None,
     ) -> None:
         self.out = bytearray(b"\x80" + bytes([protocol]))
         self.builtins = "__builtin__" if protocol < 3 else "builtins"

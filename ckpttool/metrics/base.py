@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .. import distributed
 from ..errors import CheckFailed
+from ..lazy import NDArray, np
 from .exact_sum import ExactSum, rounded
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
-
 T = TypeVar("T")
 
 
@@ -37,8 +36,6 @@ class Metric(Generic[T]):
     higher_is_better: bool | None = None
 
     def __init__(self, *settings: object, counts: int = 0, sums: int = 0) -> None:
-        import numpy as np
-
         self.settings = settings  # two metrics merge only if these are equal
         self.counts: NDArray[Any] = np.zeros(counts, dtype=np.int64)
         self.sums = [ExactSum() for _ in range(sums)]
@@ -55,8 +52,6 @@ class Metric(Generic[T]):
 
     def pack(self) -> NDArray[Any]:
         """Return the whole state as int64 [any number], which `merge_packed` takes."""
-        import numpy as np
-
         sums = [digit for total in self.sums for digit in total.pack()]
         return np.concatenate([self.counts, np.array(sums, dtype=np.int64)])
 
@@ -69,8 +64,6 @@ class Metric(Generic[T]):
 
     def count(self, places: NDArray[Any], start: int, size: int) -> None:
         """Add 1 to `counts[start + place]` for each place, int64 [n] below `size`."""
-        import numpy as np
-
         self.counts[start : start + size] += np.bincount(places, minlength=size)
 
     def __repr__(self) -> str:
@@ -84,8 +77,6 @@ def share(part: int, of: int) -> float:
 
 def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
     """Return numbers as float64, which holds every float32, float16 and bfloat16 exactly."""
-    import numpy as np
-
     array = _array(values)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"expected numbers, not {array.dtype}")
@@ -121,8 +112,6 @@ def as_predictions(values: Any) -> NDArray[Any]:
 
 def as_labels(values: Any, *, below: int | None = None) -> NDArray[Any]:
     """Return classes [n] as int64."""
-    import numpy as np
-
     array = _array(values)
     if array.dtype.kind not in "iub" and array.size:
         raise TypeError(f"classes are integers, not {array.dtype}")
@@ -144,8 +133,6 @@ def same_length(first: NDArray[Any], second: NDArray[Any]) -> None:
 
 
 def _array(values: Any) -> NDArray[Any]:
-    import numpy as np
-
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError("a masked array: leave out the masked samples")
     if hasattr(values, "detach"):  # a torch tensor; numpy has no bfloat16 and no 8-bit floats

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..contract import SCHEMA
+from ..contract import SCHEMA, finite
 from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, UsageFault
+from ..lazy import NDArray, np
 from . import Accuracy, ClassScore, Loss, PerClass
-from .predictions import COLUMNS, Evaluation, Predictions, RankFile
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from .predictions import COLUMNS, Evaluation, PredictionFile, Predictions
 
 # Classes that are counted where nothing names them: as many as the largest vocabularies have tokens.
 MAX_CLASSES = 1 << 18
@@ -75,9 +73,9 @@ class Certificate(_Certified):
             "correct": self.correct,
             "samples": self.samples,
             "accuracy": self.accuracy,
-            "loss": _or_null(self.loss),
+            "loss": finite(self.loss),
             "per_class": [
-                {"class": name, **{column: as_json(getattr(score, column)) for column in OF_CLASS}}
+                {"class": name, **{column: finite(getattr(score, column)) for column in OF_CLASS}}
                 for name, score in zip(self.classes, self.per_class, strict=True)
             ],
             "ranks": self.ranks,
@@ -93,25 +91,12 @@ class LossCertificate(_Certified):
 
     def score(self) -> dict[str, Any]:
         return {
-            "loss": _or_null(self.loss),
+            "loss": finite(self.loss),
             "samples": self.samples,
             "count": self.count,
-            "metrics": as_json(self.metrics),
+            "metrics": finite(self.metrics),
             "ranks": self.ranks,
         }
-
-
-def as_json(value: Any) -> Any:
-    """Return what a metric's `compute` returned as JSON values: arrays as lists, NaN and inf as None."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    if hasattr(value, "tolist"):
-        return as_json(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    return _or_null(value) if isinstance(value, float) else value
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
@@ -142,8 +127,6 @@ def _numbered(
     labels: NDArray[Any], predictions: NDArray[Any]
 ) -> tuple[tuple[str, ...], NDArray[Any], NDArray[Any]]:
     """Return the classes that are labels or predicted, and both columns as places among these."""
-    import numpy as np
-
     # Not all up to the largest: one label of 2^40 would take 24 TB. Numbers below 0 are no classes.
     classes, places = np.unique(np.concatenate([labels, predictions]), return_inverse=True)
     below_0 = int(np.searchsorted(classes, 0))
@@ -157,10 +140,8 @@ def _numbered(
     return tuple(map(str, classes[below_0:].tolist())), places[: len(labels)], places[len(labels) :]
 
 
-def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certificate:
+def recompute(files: Sequence[PredictionFile], samples: int | None = None) -> Certificate:
     """Compute the certificate of an evaluation from its prediction files."""
-    import numpy as np
-
     ordered = sorted(files, key=lambda file: math.inf if file.rank is None else file.rank)
     evaluation = _common(ordered)
     wanted = evaluation.samples if samples is None else samples
@@ -181,7 +162,7 @@ def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certific
     return certify(Predictions(**joined), evaluation, [len(file.predictions) for file in ordered])
 
 
-def _common(files: Sequence[RankFile]) -> Evaluation:
+def _common(files: Sequence[PredictionFile]) -> Evaluation:
     """Return the evaluation that all files belong to. Raises CheckFailed if they differ."""
     first = files[0]
     for file in files[1:]:
@@ -196,7 +177,7 @@ def _common(files: Sequence[RankFile]) -> Evaluation:
     return first.evaluation
 
 
-def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[str]:
+def _missing_ranks(files: Sequence[PredictionFile], world_size: int | None) -> list[str]:
     """Name the ranks that have no file or several."""
     of_rank: dict[int, list[str]] = {}
     for file in files:
@@ -214,7 +195,7 @@ def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[st
     return said
 
 
-def _faults(files: Sequence[RankFile], samples: int) -> list[str]:
+def _faults(files: Sequence[PredictionFile], samples: int) -> list[str]:
     """Describe samples that do not appear exactly once. A file given twice counts twice."""
     parts: dict[str, Any] = {}
     for file in files:
@@ -223,7 +204,3 @@ def _faults(files: Sequence[RankFile], samples: int) -> list[str]:
             name += " again"
         parts[name] = file.predictions.index
     return faults(parts, samples)
-
-
-def _or_null(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..lazy import NDArray, np
 from .base import Metric, as_labels, as_predictions, as_scores, same_length, share
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class Count(Metric[int]):
@@ -73,8 +71,6 @@ class TopK(SampleFraction):
 
     def update(self, scores: Any, labels: Any) -> None:
         """Add scores [n, classes], and labels, integers [n] from 0 to classes - 1."""
-        import numpy as np
-
         values = as_scores(scores)
         right = as_labels(labels, below=values.shape[1])
         same_length(values, right)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ..lazy import NDArray, np
 
 # Binary places after the point of a float64 written as a 53-bit integer times a power of two.
 SMALLEST = 1126
@@ -39,8 +38,6 @@ class ExactSum:
 
     def add_squares(self, values: NDArray[Any]) -> None:
         """Add the square of each number, as three products that fit into 64 bits."""
-        import numpy as np
-
         mantissas, shifts = self._finite(np.abs(values))
         high, low = mantissas >> 26, mantissas & ((1 << 26) - 1)
         for bits, part in ((52, high * high), (26, 2 * high * low), (0, low * low)):
@@ -93,8 +90,6 @@ class ExactSum:
 
     def _finite(self, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the finite numbers as 53-bit integers and the shift of each; count the others."""
-        import numpy as np
-
         flat = np.asarray(values, dtype=np.float64).reshape(-1)
         finite = np.isfinite(flat)
         if not finite.all():
@@ -108,8 +103,6 @@ class ExactSum:
 
 def _total(shifts: NDArray[Any], mantissas: NDArray[Any]) -> int:
     """Return the sum of mantissa · 2^shift, for integers below 2^62 in size and shifts of 0 or more."""
-    import numpy as np
-
     total = 0
     for start in range(0, len(mantissas), PIECE):
         places, part = shifts[start : start + PIECE], mantissas[start : start + PIECE]

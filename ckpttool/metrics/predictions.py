@@ -20,14 +20,13 @@ from ..files.commit import replacing
 from ..files.copying import Output
 from ..files.digest import digest
 from ..formats import safetensors
+from ..lazy import NDArray, np
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, TensorRef
 from ..tensors.values import require_bounded, stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
 COLUMNS = {"index": "int64", "prediction": "int64", "label": "int64", "loss": "float64"}
 # The metadata key of the columns' digest, as `files.digest.digest` computes it.
@@ -69,7 +68,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class PredictionFile:
     """The contents of a prediction file. `rank` is None if the file does not say."""
 
     path: str
@@ -98,7 +97,7 @@ def write(
         safetensors.write(name, tensors, metadata, out)
 
 
-def read(path: str | os.PathLike[str]) -> RankFile:
+def read(path: str | os.PathLike[str]) -> PredictionFile:
     """Read a prediction file, in any format that `ckpttool.open` reads."""
     if os.path.isdir(path):
         inside = shlex.quote(os.path.join(path, "")) + "*.safetensors"
@@ -118,19 +117,15 @@ def read(path: str | os.PathLike[str]) -> RankFile:
         if stated is not None and stated != digest({name: tensors[name] for name in COLUMNS}):
             raise Damaged(checkpoint.path, "its rows are not those that were written: the digest differs")
         rank, evaluation = _of_metadata(checkpoint.path, checkpoint.metadata)
-        return RankFile(checkpoint.path, rank, evaluation, Predictions(**columns))
+        return PredictionFile(checkpoint.path, rank, evaluation, Predictions(**columns))
 
 
 def _as_tensor(path: str, values: NDArray[Any], dtype: str) -> TensorRef:
-    import numpy as np
-
     raw = values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     return TensorRef.of_bytes(Computed.in_memory(path, raw), DTYPES[dtype], values.shape)
 
 
 def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[Any]:
-    import numpy as np
-
     tensor = tensors.get(name)
     if tensor is None:
         raise Unsupported(path, f"is not a prediction file: it has no '{name}'", hint=HINT)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..lazy import NDArray, np
 from .base import Metric, as_floats, as_labels, same_length, share
 from .exact_sum import rounded
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class Mean(Metric[float]):
@@ -140,8 +138,6 @@ def _pair(predictions: Any, targets: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _errors(predicted: NDArray[Any], wanted: NDArray[Any]) -> NDArray[Any]:
-    import numpy as np
-
     with np.errstate(invalid="ignore", over="ignore"):
         errors: NDArray[Any] = np.asarray(predicted - wanted)
     return errors
@@ -191,8 +187,6 @@ class AUROC(Metric[float]):
 
     def update(self, scores: Any, labels: Any) -> None:
         """Add scores, numbers [n] but NaN, higher for class 1, and labels, 0, 1 or booleans [n]."""
-        import numpy as np
-
         values, right = as_floats(scores, dims=1), as_labels(labels, below=2)
         same_length(values, right)
         if np.isnan(values).any():
@@ -208,21 +202,15 @@ class AUROC(Metric[float]):
         return share(pairs, 2 * int(positive.sum()) * below)
 
     def pack(self) -> NDArray[Any]:
-        import numpy as np
-
         scores, positive, negative = self._table()
         return np.concatenate([scores.view(np.int64), positive, negative])
 
     def merge_packed(self, packed: NDArray[Any]) -> None:
-        import numpy as np
-
         scores, positive, negative = packed.reshape(3, -1)
         self._seen.append((scores.view(np.float64), positive, negative))
 
     def _table(self) -> tuple[Any, Any, Any]:
         """Return each distinct score, ascending, and how many samples of class 1 and of class 0 have it."""
-        import numpy as np
-
         seen = self._seen or [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))]
         parts = [np.concatenate(columns) for columns in zip(*seen, strict=True)]
         scores, places = np.unique(parts[0], return_inverse=True)
@@ -252,8 +240,6 @@ class CalibrationError(Metric[float]):
 
     def update(self, confidences: Any, correct: Any) -> None:
         """Add confidences, numbers [n] from 0 to 1, and whether each was right, booleans or 0 and 1 [n]."""
-        import numpy as np
-
         values, right = as_floats(confidences, dims=1), as_labels(correct, below=2)
         same_length(values, right)
         if not ((values >= 0) & (values <= 1)).all():

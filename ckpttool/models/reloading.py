@@ -38,7 +38,7 @@ LISTED = ("architecture", "missing", "unexpected", "size")
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class ModelCoverage:
     """How much of a model got values from a file; what has two names counts once.
 
     Attributes:
@@ -80,7 +80,7 @@ class Reloaded:
     without_values: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    covered: Coverage = Coverage()
+    covered: ModelCoverage = ModelCoverage()
 
 
 def reload(
@@ -184,7 +184,7 @@ def parameters_of(model: torch.nn.Module) -> Parameters:
     return Parameters(shapes, trainable)
 
 
-def _coverage(blueprint: Blueprint, loaded: set[str]) -> Coverage:
+def _coverage(blueprint: Blueprint, loaded: set[str]) -> ModelCoverage:
     """Return how much of a model its loaded names are."""
     untied = {name: place for name, place in blueprint.places.items() if place.first == name}
     counts = {name: prod(place.shape or ()) for name, place in untied.items()}
@@ -197,7 +197,7 @@ def _coverage(blueprint: Blueprint, loaded: set[str]) -> Coverage:
     def covered(of: dict[str, int]) -> int:
         return sum(number for name, number in of.items() if name in loaded)
 
-    return Coverage(covered(parameters), sum(parameters.values()), covered(sizes), sum(sizes.values()))
+    return ModelCoverage(covered(parameters), sum(parameters.values()), covered(sizes), sum(sizes.values()))
 
 
 def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: bool) -> None:

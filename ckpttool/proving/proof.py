@@ -39,7 +39,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ProofFinding:
     """Something that does not hold.
 
     Attributes:
@@ -77,7 +77,7 @@ class Proved:
     checkpoints: tuple[tuple[str, int], ...]
     replayed: tuple[int, int] | None
     ranks: int
-    findings: tuple[Finding, ...]
+    findings: tuple[ProofFinding, ...]
     notes: tuple[str, ...]
     command: tuple[str, ...] = ()
 
@@ -121,7 +121,7 @@ def prove(
     if not any(link.entry.get("kind") == "begin" for link in links):
         raise Damaged(path, "is no record of a run")
     _require_entries(path, links)
-    findings = [Finding("chain", f"line {fault.number}", fault.message) for fault in breaks]
+    findings = [ProofFinding("chain", f"line {fault.number}", fault.message) for fault in breaks]
     plan = None
     try:
         findings += _begun_elsewhere(links)
@@ -135,7 +135,9 @@ def prove(
             if not replay.dry:
                 announce(shlex.join(plan.command))
                 part = differing(plan, record, progress)
-                findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
+                findings += (
+                    [ProofFinding("replay", f"step {part.step}", part.message, part.step)] if part else []
+                )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(path, f"is no record of a run: an entry is of another form ({error})") from error
     has_ended, checkpoints = record.end is not None, tuple(whole.items())
@@ -160,7 +162,7 @@ def _require_entries(path: str, links: list[Link]) -> None:
                 raise Damaged(path, f"{what}: 'source' of 'begin' lacks 'digests'")
 
 
-def _begun_elsewhere(links: list[Link]) -> Iterator[Finding]:
+def _begun_elsewhere(links: list[Link]) -> Iterator[ProofFinding]:
     """Yield resumes from checkpoints that no line before records: another run's, or of unrecorded steps."""
     told: list[tuple[int, Any]] = []
     for link in links:
@@ -170,7 +172,7 @@ def _begun_elsewhere(links: list[Link]) -> Iterator[Finding]:
         goes_on = entry.get("kind") == "begin" and entry["source"] and link is not links[0]
         if goes_on and (entry["step"], entry["source"]["digests"]) not in told:
             message = f"goes on from a checkpoint of step {entry['step']} that no line before it records"
-            yield Finding("chain", f"line {link.number}", message, entry["step"])
+            yield ProofFinding("chain", f"line {link.number}", message, entry["step"])
 
 
 def _notes(record: RunRecord) -> Iterator[str]:
@@ -191,16 +193,16 @@ def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator
         yield f"last.pt is of step {checkpoints['last.pt']}, and the record's last checkpoint of {steps[-1]}"
 
 
-def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding], list[str]]:
+def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[ProofFinding], list[str]]:
     """Return the steps of the sound checkpoints by name, faults of the others, and notes on users' files."""
     names = filter(CHECKPOINT.fullmatch, sorted(os.listdir(folder)))
     outcomes = {name: _check_checkpoint(folder, name, links) for name in names}
     whole = {name: step for name, step in outcomes.items() if isinstance(step, int)}
-    wrong = [fault for fault in outcomes.values() if isinstance(fault, Finding)]
+    wrong = [fault for fault in outcomes.values() if isinstance(fault, ProofFinding)]
     return whole, wrong, [note for note in outcomes.values() if isinstance(note, str)]
 
 
-def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding | str:
+def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | ProofFinding | str:
     """Return the step of a recorded checkpoint, what is wrong with it, or a note that it is a user's file."""
     path = os.path.join(folder, name)
     told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
@@ -220,7 +222,7 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
         return _unreadable(name, error.message.removeprefix(f"{path}: "), is_told)
     except (KeyError, TypeError, AttributeError, ValueError):
         reason = "is no checkpoint of the trainer"
-        return f"{name}: {reason}" if named else Finding("checkpoint", name, reason)
+        return f"{name}: {reason}" if named else ProofFinding("checkpoint", name, reason)
     of_step = [entry["digests"] for entry in told if entry["step"] == step]
     message = ""
     if not of_step:
@@ -234,13 +236,13 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
         message = f"the model's values are not those that step {step} saved"
     elif head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:
         message = f"was saved with another chain: no line has the hash {head[:16]}… that it holds"
-    return Finding("checkpoint", name, message, step) if message else int(step)
+    return ProofFinding("checkpoint", name, message, step) if message else int(step)
 
 
-def _unreadable(name: str, reason: str, is_told: bool) -> Finding | str:
+def _unreadable(name: str, reason: str, is_told: bool) -> ProofFinding | str:
     """Return the fault of an unreadable file, or a note if the record has no checkpoint of its name."""
     if is_told:
-        return Finding("checkpoint", name, reason)
+        return ProofFinding("checkpoint", name, reason)
     return f"{name}: {reason}; the record has no checkpoint of that step"
 
 

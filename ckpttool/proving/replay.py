@@ -47,7 +47,7 @@ Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class Divergence:
     """Where two records of the same steps begin to differ."""
 
     step: int  # the first one that differs, as far as that is known
@@ -128,7 +128,7 @@ class Replay:
     dry: bool = False
 
 
-class Plan(NamedTuple):
+class ReplayPlan(NamedTuple):
     """A replay: the steps after which it begins and ends, and why before what was asked for."""
 
     start: int
@@ -138,14 +138,14 @@ class Plan(NamedTuple):
     command: tuple[str, ...]  # but for --out
 
 
-def planned(path: str, record: RunRecord, whole: Mapping[str, int], replay: Replay) -> Plan:
+def planned(path: str, record: RunRecord, whole: Mapping[str, int], replay: Replay) -> ReplayPlan:
     """Return how to train a part again, from one of the sound checkpoints or the start."""
     names = {step: name for name, step in whole.items()}
     start, end, why = _segment(path, record, names.keys(), replay)
     begin = record.begin_of(start)
     resumed = os.path.abspath(os.path.join(os.path.dirname(path), names[start])) if start else None
     command = _command(path, begin, end, resumed, replay)
-    return Plan(start, end, why, replay.ranks or begin["ranks"], tuple(command))
+    return ReplayPlan(start, end, why, replay.ranks or begin["ranks"], tuple(command))
 
 
 def _segment(path: str, record: RunRecord, whole: Iterable[int], replay: Replay) -> tuple[int, int, str]:
@@ -213,7 +213,7 @@ def _code_in(code: Entry, arguments: Sequence[str]) -> list[str]:
     return sorted({value for flag, value in named if flag in known and not known[flag].fullmatch(value)})
 
 
-def differing(plan: Plan, record: RunRecord, progress: Callable[[int, int], None]) -> Part | None:
+def differing(plan: ReplayPlan, record: RunRecord, progress: Callable[[int, int], None]) -> Divergence | None:
     """Train again, and return where the bits differ; None if they do not."""
     start = plan.start
 
@@ -227,7 +227,7 @@ def differing(plan: Plan, record: RunRecord, progress: Callable[[int, int], None
             code = _run([*plan.command, "--out", path], record.begin_of(start), stderr, path, reached)
             stderr.seek(0)
             if code:  # its own error says why, such as samples that have changed
-                return Part(start, f"the replay ended with exit code {code}: {_said(stderr.read())}")
+                return Divergence(start, f"the replay ended with exit code {code}: {_said(stderr.read())}")
         again = RunRecord(chain.read(os.path.join(path, chain.NAME))[0])
     return min(_differences(record, again, start), key=lambda part: part.step, default=None)
 
@@ -274,27 +274,27 @@ def _said(stderr: str) -> str:
     return " ".join(errors[:1] or lines[-3:])[:SHOWN]
 
 
-def _differences(run: RunRecord, again: RunRecord, start: int) -> Iterator[Part]:
+def _differences(run: RunRecord, again: RunRecord, start: int) -> Iterator[Divergence]:
     """Yield the first difference of each kind; of one step the cause before the effect."""
     first, second = run.begins[0], again.begins[0]
     if start == 0 and first["weights"] != second["weights"]:
-        yield Part(0, "training starts from different weights")
+        yield Divergence(0, "training starts from different weights")
     for epoch in _unlike(run.epochs, again.epochs, "plan"):
         step = max(start, run.epochs[epoch]["step"]) + 1
-        yield Part(step, f"epoch {epoch} deals out the samples in another order")
+        yield Divergence(step, f"epoch {epoch} deals out the samples in another order")
     yield from _other_samples(run, again)
     for step in _unlike(run.steps, again.steps, "weights", start):
         both = run.steps.keys() & again.steps.keys()
         before = max([start, *(earlier for earlier in both if earlier < step)])
         after = f"after step {before}, by step {step}" if step > before + 1 else f"in step {step}"
-        yield Part(step, f"the weights differ {after}")
+        yield Divergence(step, f"the weights differ {after}")
     for step in _unlike(run.scores, again.scores, "score", start):
-        yield Part(step, f"the evaluation after step {step} has a different score")
+        yield Divergence(step, f"the evaluation after step {step} has a different score")
     for step in sorted(run.checkpoints.keys() & again.checkpoints.keys()):
         mine, other = (record.checkpoints[step]["digests"] for record in (run, again))
         parts = [part for part in mine if part != "run" and mine[part] != other.get(part)]
         if step > start and parts:
-            yield Part(step, f"the checkpoint of step {step} has a different {parts[0]}")
+            yield Divergence(step, f"the checkpoint of step {step} has a different {parts[0]}")
             break
 
 
@@ -304,15 +304,17 @@ def _unlike(mine: Mapping[int, Entry], others: Mapping[int, Entry], name: str, a
     return [key for key in both if key > after and mine[key][name] != others[key][name]][:1]
 
 
-def _other_samples(run: RunRecord, again: RunRecord) -> Iterator[Part]:
+def _other_samples(run: RunRecord, again: RunRecord) -> Iterator[Divergence]:
     mine, others = run.samples(), again.samples()
     for step in sorted(mine.keys() & others.keys()):
         if mine[step].keys() != others[step].keys():
             index = min(mine[step].keys() ^ others[step].keys())
-            yield Part(step, f"step {step} takes different samples: sample {index} is in only one of the two")
+            yield Divergence(
+                step, f"step {step} takes different samples: sample {index} is in only one of the two"
+            )
             return
         changed = [index for index in sorted(mine[step]) if mine[step][index] != others[step][index]]
         if changed:
             many = f", and {len(changed) - 1} more in this step" if len(changed) > 1 else ""
-            yield Part(step, f"training sample {changed[0]} differs in step {step}{many}")
+            yield Divergence(step, f"training sample {changed[0]} differs in step {step}{many}")
             return

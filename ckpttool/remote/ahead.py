@@ -31,7 +31,7 @@ Fetch = Callable[[int, int], Bytes]  # of a range
 T = TypeVar("T")
 
 
-class Piece:
+class FetchedPiece:
     """A stretch of an object that is being fetched, or was."""
 
     __slots__ = ("_done", "_result", "left", "line", "start", "stop")
@@ -65,13 +65,13 @@ class _Fetching:
     """Threads that fetch, and the pieces that they have fetched, or will, and nobody has taken yet."""
 
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[tuple[Callable[[], Bytes], Piece]] = SimpleQueue()
+        self.jobs: SimpleQueue[tuple[Callable[[], Bytes], FetchedPiece]] = SimpleQueue()
         self.threads: list[threading.Thread] = []
         self.lock = threading.RLock()
-        self.held: OrderedDict[Piece, Ahead] = OrderedDict()  # the least recently used first
+        self.held: OrderedDict[FetchedPiece, Ahead] = OrderedDict()  # the least recently used first
         self.nbytes = 0
 
-    def start(self, job: Callable[[], Bytes], piece: Piece) -> Piece:
+    def start(self, job: Callable[[], Bytes], piece: FetchedPiece) -> FetchedPiece:
         """Have a piece fetched by a thread that nobody has to wait for when the process ends."""
         if self.is_here():  # all of them could be waiting for one another
             _do(job, piece)
@@ -92,7 +92,7 @@ class _Fetching:
         while True:
             _do(*self.jobs.get())
 
-    def hold(self, piece: Piece, owner: Ahead) -> None:
+    def hold(self, piece: FetchedPiece, owner: Ahead) -> None:
         """Keep a piece, and drop those that nobody has read for the longest time where that is too much."""
         self.held[piece] = owner
         self._count(piece, piece.stop - piece.start)
@@ -100,17 +100,17 @@ class _Fetching:
             oldest, theirs = next(iter(self.held.items()))
             theirs.put_off(oldest)
 
-    def drop(self, piece: Piece) -> None:
+    def drop(self, piece: FetchedPiece) -> None:
         if self.held.pop(piece, None) is not None:
             self._count(piece, piece.start - piece.stop)
 
-    def _count(self, piece: Piece, nbytes: int) -> None:
+    def _count(self, piece: FetchedPiece, nbytes: int) -> None:
         self.nbytes += nbytes
         if piece.line:
             piece.line.held += nbytes
 
 
-def _do(job: Callable[[], Bytes], piece: Piece) -> None:
+def _do(job: Callable[[], Bytes], piece: FetchedPiece) -> None:
     try:
         piece.settle(job())
     except BaseException as error:  # whoever waits for the piece raises it
@@ -185,7 +185,7 @@ class Ahead:
         self._nbytes, self._first = LARGEST, 0  # of a piece; of the first of each stretch, 0 for as many
         self._wanted: dict[int, int] = {}  # begin of a piece -> how many of its bytes are read
         self._rest: dict[int, int] = {}  # the same of pieces that had to make room, as far as not read
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, FetchedPiece] = {}
         self._line: Line | None = None
         self._by = _now
 
@@ -241,14 +241,14 @@ class Ahead:
         begin = offset - (offset - self._starts[number] - self._first) % self._nbytes
         return max(begin, self._starts[number]), min(begin + self._nbytes, self._stops[number])
 
-    def _taken(self, offset: int, nbytes: int, *, counts: bool) -> Piece:
+    def _taken(self, offset: int, nbytes: int, *, counts: bool) -> FetchedPiece:
         """Return the piece of which some bytes are taken now, and have those behind it fetched."""
         with _now.lock:
             if self._by is not _now:  # this process was forked since
                 self._by, self._pieces, self._line = _now, {}, None
             bounds = self.bounds(offset)
             if bounds is None:  # nobody has said that this would be read
-                piece = Piece(offset, offset + nbytes)
+                piece = FetchedPiece(offset, offset + nbytes)
                 return _now.start(partial(self._fetch, piece.start, piece.stop), piece)
             jumped = bounds[0] not in self._pieces
             piece = self.begin(bounds)
@@ -261,22 +261,22 @@ class Ahead:
                 self._line.fetch_behind(self, bounds[0], jumped=jumped, is_taken=piece.left <= 0)
         return piece
 
-    def begin(self, bounds: Range) -> Piece:
+    def begin(self, bounds: Range) -> FetchedPiece:
         """Return a piece that is fetched, or have it fetched."""
         piece = self._pieces.get(bounds[0])
         if piece is None:
             left = self._rest.pop(bounds[0], self._wanted[bounds[0]])
-            piece = self._pieces[bounds[0]] = Piece(*bounds, left, self._line)
+            piece = self._pieces[bounds[0]] = FetchedPiece(*bounds, left, self._line)
             _now.hold(piece, self)
             _now.start(partial(self._fetch, *bounds), piece)
         return piece
 
-    def put_off(self, piece: Piece) -> None:
+    def put_off(self, piece: FetchedPiece) -> None:
         """Let a piece go that will be fetched again when it is read."""
         self.drop(piece)
         self._rest[piece.start] = piece.left
 
-    def drop(self, piece: Piece) -> None:
+    def drop(self, piece: FetchedPiece) -> None:
         """Let a piece go; whoever waits for it still gets its bytes."""
         _now.drop(piece)
         if self._pieces.get(piece.start) is piece:
@@ -291,7 +291,7 @@ def begin(job: Callable[[], T]) -> Callable[[], T]:
         outcomes.append(job())
         return b""
 
-    piece = _now.start(run, Piece(0, 0))
+    piece = _now.start(run, FetchedPiece(0, 0))
 
     def outcome() -> T:
         piece.wait()

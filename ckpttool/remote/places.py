@@ -13,7 +13,7 @@ from ..errors import Damaged, Unreadable, already_exists
 from ..files import open_source
 from ..files.open_source import open_source_descriptor
 from ..tensors.source import Source
-from .store import Entry, Forbidden, Missing, Progress
+from .store import Forbidden, ListedEntry, Missing, Progress
 from .urls import BUCKETS, WEB, is_url, place_of
 from .visit import current_visit, visit
 
@@ -205,6 +205,6 @@ def identity_of(path: str) -> object:
     return facts.st_dev, facts.st_ino
 
 
-def _entries(folder: str) -> list[Entry]:
+def _entries(folder: str) -> list[ListedEntry]:
     with visit() as now:
         return now.entries(folder) or []

@@ -25,7 +25,7 @@ class Facts(NamedTuple):
 DATED = "date "  # how an identity begins that is only a time: two versions may share it
 
 
-class Entry(NamedTuple):
+class ListedEntry(NamedTuple):
     """What a listing tells of one name in a folder."""
 
     name: str
@@ -56,7 +56,7 @@ class Store(Protocol):
     def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> Bytes:
         """Return bytes of an object. Raises Damaged, by `changed`, if it is no longer the one of `facts`."""
 
-    def entries(self, folder: str) -> list[Entry] | None:
+    def entries(self, folder: str) -> list[ListedEntry] | None:
         """Return what is directly in a folder, in any order, [] if nothing; None where nothing can list it.
 
         `folder` is a key without the last slash, "" for the top.
@@ -71,22 +71,16 @@ class Store(Protocol):
         """
 
 
-class Missing(Unreadable):
+class Missing(Unreadable, kind="missing"):
     """There is no such object."""
 
-    kind = "missing"
 
-
-class Forbidden(Unreadable):
+class Forbidden(Unreadable, kind="forbidden"):
     """The server tells this user nothing of the object, not even whether there is one."""
 
-    kind = "forbidden"
 
-
-class Unranged(Unreadable):
+class Unranged(Unreadable, kind="unranged"):
     """The server sends an object only from front to back, whatever range is asked for."""
-
-    kind = "unranged"
 
 
 def changed(path: str) -> Damaged:

@@ -25,7 +25,7 @@ KEPT = re.compile(r"(%2f|%25|%23|%3f)", re.IGNORECASE)  # /, # and ? in a name, 
 _queries: dict[str, str] = {}  # of canonical URLs
 
 
-class Place(NamedTuple):
+class RemotePlace(NamedTuple):
     """Where a canonical URL leads."""
 
     scheme: str
@@ -78,13 +78,13 @@ def canonical(path: str, revision: str | None = None) -> str:
     raise Unsupported(_shown(scheme, rest), "is a URL of a kind that is not read here", hint=hint)
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> RemotePlace:
     """Return where a canonical URL leads."""
     scheme, _, rest = without_query(url).partition("://")
     if scheme == HUB:
-        return Place(scheme, "", rest)
+        return RemotePlace(scheme, "", rest)
     store, _, key = rest.partition("/")
-    return Place(scheme, store, key, _queries.get(url, ""))
+    return RemotePlace(scheme, store, key, _queries.get(url, ""))
 
 
 def without_query(url: str) -> str:

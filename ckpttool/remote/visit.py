@@ -13,7 +13,7 @@ from functools import partial
 from ..errors import Unreadable
 from ..files.failures import no_room_named
 from ..tensors.source import Source
-from .store import TRAFFIC, Entry, Facts, Missing, Store
+from .store import TRAFFIC, Facts, ListedEntry, Missing, Store
 from .urls import HUB, WEB, place_of
 
 TELLING = (  # what a folder holds that nobody lists
@@ -29,7 +29,7 @@ class Visit:
 
     def __init__(self) -> None:
         self.stores: dict[tuple[str, ...], Store] = {}
-        self.listings: dict[str, list[Entry] | None] = {}
+        self.listings: dict[str, list[ListedEntry] | None] = {}
         self.opened: dict[str, Callable[[], Source]] = {}  # what waits for each
         self.next: dict[str, None] = {}  # to be opened when some of those before were handed out
         self.before: set[str] = set()
@@ -58,7 +58,7 @@ class Visit:
                 self.stores[name] = bucket(place.scheme, place.store)
         return self.stores[name], place.key
 
-    def entries(self, folder: str) -> list[Entry] | None:
+    def entries(self, folder: str) -> list[ListedEntry] | None:
         """Return what is in a folder; None where nothing can list it."""
         folder = folder.rstrip("/")
         if folder not in self.listings:
@@ -86,7 +86,7 @@ class Visit:
             raise failed[0]
         return found
 
-    def entry(self, url: str) -> Entry | None:
+    def entry(self, url: str) -> ListedEntry | None:
         """Return what the listing of its folder says of a name, if that folder was listed."""
         folder, name = os.path.split(url.rstrip("/"))
         return next((entry for entry in self.listings.get(folder) or () if entry.name == name), None)

@@ -12,10 +12,11 @@ from ..analysis.run_log import LOG, Points, panels, read_runs, title
 from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
 from ..files.failures import reason
 from ..formats.roots import STATEMENT
+from ..lazy import np
 from ..words import counted, printable
 
 if TYPE_CHECKING:
-    from ..metrics.predictions import RankFile
+    from ..metrics.predictions import PredictionFile
 
 LONGEST = 64 << 20  # bytes of a statement that are read
 MAX_POINTS = 1200  # of a curve: more than a screen has columns
@@ -140,10 +141,8 @@ def _recomputed(paths: Sequence[str], stated: dict[str, Any]) -> dict[str, Any]:
     return {"certificate": [True, said], "confusion": _confusion(files, again.classes)}
 
 
-def _confusion(files: Sequence[RankFile], classes: Sequence[str]) -> dict[str, Any]:
+def _confusion(files: Sequence[PredictionFile], classes: Sequence[str]) -> dict[str, Any]:
     """Return how often each class was predicted as each other: a matrix, or of many the largest."""
-    import numpy as np
-
     pairs = np.concatenate(
         [np.stack([each.predictions.label, each.predictions.prediction]) for each in files], axis=1
     )

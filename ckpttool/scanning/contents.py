@@ -16,7 +16,7 @@ from ..formats.strangers import known
 from ..inert_pickle.values import Global, walk
 from ..tensors.source import ByteRange, Source
 from . import pickles, unpacking
-from .verdicts import Problem
+from .verdicts import ScanProblem
 
 HEAD = 512  # bytes by which something is recognised
 MAX_LEVELS = 16  # of containers in containers
@@ -39,16 +39,16 @@ CLOSED = (
 )
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Some bytes of a file, and how they were come by."""
 
     place: ByteRange
     where: tuple[str, ...] = ()
     is_sure: bool = True  # else they may look like something by chance: nothing is said of what is wrong
 
-    def inside(self, name: str, place: ByteRange) -> Part:
+    def inside(self, name: str, place: ByteRange) -> FilePart:
         """Return a part of this one."""
-        return Part(place, (*self.where, name[:200]), self.is_sure)
+        return FilePart(place, (*self.where, name[:200]), self.is_sure)
 
 
 class Contents:
@@ -58,10 +58,10 @@ class Contents:
         self.source = source
         self.room = unpacking.Room(source)
         self.names: dict[Global, str] = {}
-        self.problems: list[Problem] = []
+        self.problems: list[ScanProblem] = []
         self.pickles = 0
 
-    def look(self, part: Part) -> set[str]:
+    def look(self, part: FilePart) -> set[str]:
         """Look into a part and all that it holds; return the keys of torch's storages of numbers in it."""
         try:
             if len(part.where) > MAX_LEVELS:
@@ -71,7 +71,7 @@ class Contents:
             self._fault(part, fault)
         return set()
 
-    def _look(self, part: Part) -> set[str]:
+    def _look(self, part: FilePart) -> set[str]:
         place = part.place
         head = place.part(0, min(HEAD, place.nbytes)).read()
         if safetensors.sniff(head):  # it begins with the size of its header, which may look like anything
@@ -93,19 +93,19 @@ class Contents:
             return self._pickles(part)
         return set()
 
-    def _fault(self, part: Part, fault: CkptToolError | str) -> None:
+    def _fault(self, part: FilePart, fault: CkptToolError | str) -> None:
         """Note why a part can't be looked at."""
         if part.is_sure and len(self.problems) < MAX_PROBLEMS:
             reason = fault if isinstance(fault, str) else fault.reason
-            self.problems.append(Problem(" > ".join(part.where), reason))
+            self.problems.append(ScanProblem(" > ".join(part.where), reason))
 
-    def _keep(self, part: Part, names: set[Global] | frozenset[Global]) -> None:
+    def _keep(self, part: FilePart, names: set[Global] | frozenset[Global]) -> None:
         for name in names:
             self.names.setdefault(name, " > ".join(part.where))
 
     # Pickles.
 
-    def _pickles(self, part: Part, *, is_named: bool = False) -> set[str]:
+    def _pickles(self, part: FilePart, *, is_named: bool = False) -> set[str]:
         """Read what may be pickles, one after another, and what looks like containers in their values."""
         called = part.where[-1] if part.where else self.source.path
         is_named = is_named or called.lower().endswith(PICKLED)
@@ -122,12 +122,12 @@ class Contents:
             self._fault(part._replace(is_sure=part.is_sure or read.is_sure), page or read.fault)
         for raw in _bytes_in(read.values):
             inner, _ = self.room.put([raw])
-            self.look(Part(inner, (*part.where, "bytes in it"), is_sure=False))
+            self.look(FilePart(inner, (*part.where, "bytes in it"), is_sure=False))
         return read.numbers
 
     # Containers.
 
-    def _zips(self, part: Part) -> None:
+    def _zips(self, part: FilePart) -> None:
         """Look into a zip, or into several in a row and what follows them."""
         try:
             self._zip(part, part.place)
@@ -139,7 +139,7 @@ class Contents:
                     self._zip(part, zip_)
                 except (Damaged, Unsupported) as own:
                     self._fault(part, own)
-                    self._loose(Part(zip_, part.where))
+                    self._loose(FilePart(zip_, part.where))
             rest = part.place.offset + part.place.nbytes - end
             if rest == part.place.nbytes:
                 self._fault(part, fault)
@@ -147,7 +147,7 @@ class Contents:
             elif rest:
                 self.look(part.inside("behind it", ByteRange(part.place.source, end, rest)))
 
-    def _zip(self, part: Part, place: ByteRange) -> None:
+    def _zip(self, part: FilePart, place: ByteRange) -> None:
         """Look into the records of one zip, pickles first: they say which records are numbers."""
         records = read_directory(place.source, place, folded=False)
         numbers: set[str] = set()
@@ -157,7 +157,7 @@ class Contents:
             if (record.name in numbers and not is_pickle) or not record.data.nbytes:
                 continue
             is_sure = part.is_sure and not record.name.startswith(storages)
-            inner = Part(record.data, (*part.where, record.name[:200]), is_sure)
+            inner = FilePart(record.data, (*part.where, record.name[:200]), is_sure)
             if record.compression in unpacking.METHODS:
                 self._unpack(part, record.name, unpacking.METHODS[record.compression], record.data)
                 continue
@@ -170,17 +170,17 @@ class Contents:
             numbers |= {folder + key for key in keys}
             storages += (folder,) if record.name.endswith(".pkl") else ()
 
-    def _loose(self, part: Part) -> None:
+    def _loose(self, part: FilePart) -> None:
         """Look into whatever records there are, where no directory can be believed."""
         for piece in unpacking.pieces(part.place):
-            inner = Part(piece.data, (*part.where, piece.name[:200]), is_sure=False)
+            inner = FilePart(piece.data, (*part.where, piece.name[:200]), is_sure=False)
             if piece.method == STORED:
                 self.look(inner)
             elif piece.method in unpacking.METHODS:
-                doubted = Part(part.place, part.where, is_sure=False)
+                doubted = FilePart(part.place, part.where, is_sure=False)
                 self._unpack(doubted, piece.name, unpacking.METHODS[piece.method], piece.data)
 
-    def _tar(self, part: Part) -> None:
+    def _tar(self, part: FilePart) -> None:
         names = []
         for name, kind, place in tar.headers(part.place):
             names.append(name)
@@ -193,16 +193,16 @@ class Contents:
         if {*tar.MEMBERS} <= {*names}:  # of torch before 0.1.12, which reads pickles between its storages
             self._keep(part, tar.read(self.source, part.place).names)
 
-    def _array(self, part: Part) -> None:
+    def _array(self, part: FilePart) -> None:
         """Read the pickle behind the header of an array of objects; other arrays hold numbers and text."""
         cursor = Cursor(part.place, window=1 << 10)
         array = numpy_files.header(cursor, "array")
         if array.dtype is None:
             is_named = array.other == numpy_files.OTHERS["O"]
-            self._pickles(Part(cursor.place(cursor.left), part.where, part.is_sure), is_named=is_named)
+            self._pickles(FilePart(cursor.place(cursor.left), part.where, part.is_sure), is_named=is_named)
 
     def _unpack(
-        self, part: Part, name: str, engine: unpacking.Engine, place: ByteRange | None = None
+        self, part: FilePart, name: str, engine: unpacking.Engine, place: ByteRange | None = None
     ) -> None:
         inner, wrong = self.room.put(unpacking.unpacked(place or part.place, name, engine))
         unpacked = part.inside(name, inner)

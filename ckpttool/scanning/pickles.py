@@ -29,7 +29,7 @@ OF_BYTES = ("ByteStorage", "CharStorage")  # whose elements may be a pickle, as 
 
 
 @dataclass(slots=True)
-class Read:
+class PickleFindings:
     """What was found in pickles that lie one after another.
 
     Attributes:
@@ -63,7 +63,7 @@ def is_pickle(head: bytes) -> bool:
 
 def read_in_a_row(
     place: ByteRange, *, is_sure: bool, is_first_sure: bool = False, most: int = MAX_PICKLE
-) -> Read:
+) -> PickleFindings:
     """Read the pickles with which a place begins.
 
     What does not begin as a pickle may be one all the same, or anything else. Its names count where the
@@ -76,7 +76,7 @@ def read_in_a_row(
         is_first_sure: something calls it a pickle, however it begins.
         most: bytes of one pickle that are read; what a longer one names by then is found.
     """
-    found, at, limit = Read(), 0, MAX_IN_A_ROW
+    found, at, limit = PickleFindings(), 0, MAX_IN_A_ROW
     while at < place.nbytes and found.count < limit:
         head = place.part(at, min(64, place.nbytes - at)).read()
         is_claimed = is_sure and (is_pickle(head) or (is_first_sure and not at))
@@ -92,7 +92,7 @@ def read_in_a_row(
     return found
 
 
-def _read_one(rest: ByteRange, place: ByteRange, found: Read, is_claimed: bool) -> int | None:
+def _read_one(rest: ByteRange, place: ByteRange, found: PickleFindings, is_claimed: bool) -> int | None:
     """Read one pickle, also as joblib does; return where it ends, None where what is there is none.
 
     Args:
@@ -130,7 +130,7 @@ def _counted(fault: PickleFault, is_claimed: bool) -> set[Global]:
 class _Loader:
     """Reads one pickle: what is outside of it stays a Record, and arrays in between are noted or skipped."""
 
-    def __init__(self, found: Read, *, skips: bool) -> None:
+    def __init__(self, found: PickleFindings, *, skips: bool) -> None:
         self.found = found
         self.skips = skips
         self.arrays = 0

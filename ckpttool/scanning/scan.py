@@ -12,47 +12,47 @@ from ..remote.places import MOST_NAMES, folders_in, is_folder, listed, open_sour
 from ..remote.urls import canonical, is_url
 from ..remote.visit import visit
 from ..tensors.source import ByteRange
-from .contents import Contents, Part
+from .contents import Contents, FilePart
 from .verdicts import Scanned, unreadable
 
 PASSED_OVER = (".git",)  # folders whose objects are compressed copies of what lies beside them
 MAX_DEEP = 100  # folders in folders
 
 
-class Named(NamedTuple):
+class ScanTarget(NamedTuple):
     """A file to look at, or the reason why what is there can't be."""
 
     path: str
     fault: str | None = None
 
 
-def files_in(path: str) -> Iterator[Named]:
+def files_in(path: str) -> Iterator[ScanTarget]:
     """Yield a file, or the files in a folder and in the folders inside it, by name; links are followed."""
     if path == "-" or not is_folder(path):
-        yield Named(path)
+        yield ScanTarget(path)
     elif is_url(path):
         yield from _remote(path.rstrip("/"), 0)
     else:
         yield from _local(path, ())
 
 
-def _local(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[Named]:
+def _local(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[ScanTarget]:
     """Yield the files in a folder; `above` are those that it lies in, by device and inode."""
     try:
         facts = os.stat(folder)
         with os.scandir(folder) as entries:
             listed_here = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        yield Named(folder, reason(error))
+        yield ScanTarget(folder, reason(error))
         return
     identity = facts.st_dev, facts.st_ino
     if identity in above:  # a link to a folder that it lies in, whose files were seen
         return
     for entry in listed_here:
         if not _is_folder(entry):
-            yield Named(entry.path)
+            yield ScanTarget(entry.path)
         elif len(above) == MAX_DEEP:
-            yield Named(entry.path, f"is more than {MAX_DEEP} folders deep")
+            yield ScanTarget(entry.path, f"is more than {MAX_DEEP} folders deep")
         elif entry.name not in PASSED_OVER:
             yield from _local(entry.path, (*above, identity))
 
@@ -64,20 +64,20 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _remote(url: str, level: int) -> Iterator[Named]:
+def _remote(url: str, level: int) -> Iterator[ScanTarget]:
     try:
         folders, names = {*folders_in(url)}, listed(url)
     except CkptToolError as error:
-        yield Named(url, error.message.removeprefix(f"{url}: "))
+        yield ScanTarget(url, error.message.removeprefix(f"{url}: "))
         return
     if len(names) >= MOST_NAMES:
-        yield Named(url, f"has more than {MOST_NAMES} names, of which the rest was not looked at")
+        yield ScanTarget(url, f"has more than {MOST_NAMES} names, of which the rest was not looked at")
     for name in names:
         inside = f"{url}/{name}"
         if name not in folders:
-            yield Named(inside)
+            yield ScanTarget(inside)
         elif level == MAX_DEEP:
-            yield Named(inside, f"is more than {MAX_DEEP} folders deep")
+            yield ScanTarget(inside, f"is more than {MAX_DEEP} folders deep")
         else:
             yield from _remote(inside, level + 1)
 
@@ -108,19 +108,19 @@ def scan(path: str | os.PathLike[str], *, allow: Collection[str] = ()) -> list[S
         return [*scan_each(named_in([path]), allow)]
 
 
-def named_in(paths: Iterable[str | os.PathLike[str]]) -> list[Named]:
+def named_in(paths: Iterable[str | os.PathLike[str]]) -> list[ScanTarget]:
     """Return the files that paths name, those in folders too."""
     return [named for path in paths for named in _named_at(os.fspath(path))]
 
 
-def _named_at(path: str) -> list[Named]:
+def _named_at(path: str) -> list[ScanTarget]:
     try:
         return [*files_in(canonical(path))]
     except CkptToolError as error:
-        return [Named(path, error.reason)]
+        return [ScanTarget(path, error.reason)]
 
 
-def scan_each(files: Iterable[Named], allow: Collection[str] = ()) -> Iterator[Scanned]:
+def scan_each(files: Iterable[ScanTarget], allow: Collection[str] = ()) -> Iterator[Scanned]:
     """Yield what is found in each file, in their order."""
     for path, fault in files:
         yield _scanned(path, allow) if fault is None else unreadable(path, fault)
@@ -133,7 +133,7 @@ def _scanned(path: str, allow: Collection[str]) -> Scanned:
         return unreadable(path, error.reason)
     contents = Contents(source)
     try:
-        contents.look(Part(ByteRange(source, 0, source.size)))
+        contents.look(FilePart(ByteRange(source, 0, source.size)))
     except OSError as error:  # of a disk, or of the temporary file
         return unreadable(path, reason(error))
     finally:

@@ -131,7 +131,7 @@ def _pieces(stream: Any, rest: bytes) -> Iterator[bytes]:
 # ---- several zips in a row, and such as no strict reader opens -----------------------------------------
 
 
-class Piece(NamedTuple):
+class LooseRecord(NamedTuple):
     """A record as its own header says it is."""
 
     name: str
@@ -158,7 +158,7 @@ def ends_as_zip(place: ByteRange) -> bool:
     return 0 <= at <= len(tail) - END.size
 
 
-def pieces(place: ByteRange) -> Iterator[Piece]:
+def pieces(place: ByteRange) -> Iterator[LooseRecord]:
     """Yield the records whose headers are found anywhere, MAX_PIECES at most; nothing in them is believed."""
     places = [at for at, _ in zip(_found(place, 0, (LOCAL, CENTRAL)), range(2 * MAX_PIECES), strict=False)]
     for at, end in itertools.pairwise([*places, place.nbytes]):
@@ -169,7 +169,7 @@ def pieces(place: ByteRange) -> Iterator[Piece]:
         begin = at + LOCAL_HEADER.size + named + extra
         if begin < end:
             name = place.part(at + LOCAL_HEADER.size, named).read().decode("utf-8", "replace")
-            yield Piece(name, method, place.part(begin, end - begin))
+            yield LooseRecord(name, method, place.part(begin, end - begin))
 
 
 def _ends(place: ByteRange, start: int) -> Iterator[int]:

@@ -47,7 +47,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ScanProblem:
     """Something in a file that could not be looked at.
 
     Attributes:
@@ -76,7 +76,7 @@ class Scanned:
     path: str
     verdict: str
     found: tuple[Finding, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ScanProblem, ...] = ()
     pickles: int = 0
 
     @property
@@ -89,7 +89,7 @@ class Scanned:
         cls,
         path: str,
         names: Mapping[Global, str],
-        problems: tuple[Problem, ...] = (),
+        problems: tuple[ScanProblem, ...] = (),
         pickles: int = 0,
         allowed: Collection[str] = (),
     ) -> Scanned:
@@ -112,7 +112,7 @@ def _is_allowed(name: Global, allowed: Collection[str]) -> bool:
 
 def unreadable(path: str, reason: str) -> Scanned:
     """Return what is said of a file that can't be opened."""
-    return Scanned(path, UNREADABLE, problems=(Problem("", reason),))
+    return Scanned(path, UNREADABLE, problems=(ScanProblem("", reason),))
 
 
 # ---- in SARIF -----------------------------------------------------------------------------------------

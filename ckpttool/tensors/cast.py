@@ -11,18 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UsageFault
+from ..lazy import NDArray, np
 from .dtypes import DTYPES, OF_ML_DTYPES, DType, numpy_type
 from .losses import CastReport, Loss
 from .ref import Computed, Storage, TensorRef
 from .source import Stretch
 from .values import CHUNK, stream
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # What `--dtype` takes. The 8-bit types need a scale for each tensor, which no cast can choose.
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -104,8 +101,6 @@ class Caster:
 
         For values that become elements of the result, in whatever number: nothing is counted.
         """
-        import numpy as np
-
         raw, made = _bytes(values.reshape(-1)), np.empty(values.shape, carrier(self.to))
         with self._conversion(DTYPES["float32"]) as conversion:
             for start in range(0, len(raw), CHUNK):
@@ -129,8 +124,6 @@ class Caster:
 
 def _places(tensor: TensorRef, elements: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the numbers within the storage of elements that are numbered in row-major order."""
-    import numpy as np
-
     if tensor.is_contiguous:
         return elements + tensor.offset
     indices = np.unravel_index(elements, tensor.shape)
@@ -145,8 +138,6 @@ class Conversion:
     """From elements of one type to elements of another, in memory that is used again."""
 
     def __init__(self, source: DType, to: DType) -> None:
-        import numpy as np
-
         self.buffer = memoryview(bytearray(CHUNK))
         self._to = to
         self._carrier, self._read = carrier(source), reader(source)
@@ -156,8 +147,6 @@ class Conversion:
 
     def convert(self, raw: memoryview) -> tuple[NDArray[Any], dict[Loss, NDArray[np.int64]]]:
         """Convert elements. Return them, and the places of those that became infinite or 0."""
-        import numpy as np
-
         with np.errstate(all="ignore"):
             values = self._read(np.frombuffer(raw, dtype=self._carrier))
             out = self._out[: len(values)]
@@ -174,8 +163,6 @@ class Conversion:
             return out, {loss: found for loss, found in self._lost(values, out) if len(found)}
 
     def _lost(self, values: NDArray[Any], out: NDArray[Any]) -> Iterator[tuple[Loss, NDArray[np.int64]]]:
-        import numpy as np
-
         name, width = self._to.name, out.itemsize
         if width >= values.itemsize:  # it holds the range of narrower types
             return
@@ -197,8 +184,6 @@ def _to_halves(values: NDArray[Any], out: NDArray[Any], work: NDArray[Any]) -> N
     """Round float32 to the bits of float16 as numpy does, which takes up to thirty times as long."""
     # The sum of a number and a power of two, of which it keeps only the digits that the half has, rounds it;
     # what is too large became infinite before. Source: Maratyszcza, FP16, `fp16_ieee_from_fp32_value`.
-    import numpy as np
-
     bits, (sizes, powers, digits) = values.view("<u4"), work[:, : len(values)]
     np.bitwise_and(bits, 0x7FFF_FFFF, out=sizes)
     np.bitwise_and(sizes, 0x7F80_0000, out=powers)
@@ -231,8 +216,6 @@ def _all_finite(name: str, values: NDArray[Any]) -> bool:
 
 def _zeros(bits: NDArray[Any]) -> int:
     """Return how many numbers are 0 or -0, of their bits as unsigned integers."""
-    import numpy as np
-
     smallest = 1 << 8 * bits.itemsize - 1  # as a signed integer: the bits of -0
     count = len(bits) - np.count_nonzero(bits)
     has_negative = len(bits) and bits.view(f"<i{bits.itemsize}").min() == -smallest
@@ -254,8 +237,6 @@ def reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
 
 def count_non_finite(name: str, raw: memoryview) -> int:
     """Return how many elements are NaN or infinite."""
-    import numpy as np
-
     bits = np.frombuffer(raw, dtype=carrier(DTYPES[name]))
     if name in INFINITY and _all_finite(name, bits):
         return 0

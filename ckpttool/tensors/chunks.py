@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from operator import add, lt, sub
 
 from ..errors import RanksDiffer
+from ..lazy import np
 from .checked import BadTensor
 from .dtypes import DType
 from .ref import MAX_BYTES, Computed, TensorRef, extent
@@ -35,7 +36,7 @@ _spare = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A box within a tensor."""
 
     begin: Index
@@ -44,7 +45,7 @@ class Part:
     ranks: tuple[int, ...] = ()  # that saved the tensor and its copies; empty where there are none
 
 
-def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[Part]) -> TensorRef:
+def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[TensorPart]) -> TensorRef:
     """Return a tensor made of parts, unread; raise BadTensor unless they are the whole of it, each once.
 
     Reading its values raises RanksDiffer where a copy differs in any bit.
@@ -58,7 +59,7 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
     return TensorRef.of_bytes(data, dtype, shape, *origins)
 
 
-def _tile(shape: Index, parts: Sequence[Part]) -> bool:
+def _tile(shape: Index, parts: Sequence[TensorPart]) -> bool:
     """Return whether boxes fill a box without gap or overlap."""
     boxes = [(part.begin, part.tensor.shape) for part in parts]
     if any(len(begin) != len(shape) for begin, _ in boxes):
@@ -89,7 +90,7 @@ class _Whole:
     name: str
     width: int
     shape: Index
-    parts: Sequence[Part]
+    parts: Sequence[TensorPart]
 
     def stretches(self) -> list[Stretch]:
         """Return where the parts lie, if their values follow one another in the whole; else []."""
@@ -125,7 +126,9 @@ class _Whole:
             if all(map(lt, begin, end)):
                 self._put(out, size, tuple(map(sub, begin, low)), part, begin, tuple(map(sub, end, begin)))
 
-    def _put(self, out: memoryview, size: Index, at: Index, part: Part, begin: Index, shape: Index) -> None:
+    def _put(
+        self, out: memoryview, size: Index, at: Index, part: TensorPart, begin: Index, shape: Index
+    ) -> None:
         """Put the box of a part that begins at `begin` of the whole to `at` of a box of size `size`."""
         together = len(size)  # from this dimension on the part is as wide as the box
         while together and shape[together - 1] == size[together - 1]:
@@ -149,14 +152,12 @@ class _Whole:
         if part.copies:
             self._compare(target, part, within, shape)
         if not in_one_run:
-            import numpy as np
-
             box = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
             elements = np.frombuffer(out, np.uint8).reshape(*size, self.width)
             elements[box] = np.frombuffer(target, np.uint8).reshape(*shape, self.width)
             _spare.memory = spare
 
-    def _compare(self, values: memoryview, part: Part, begin: Index, shape: Index) -> None:
+    def _compare(self, values: memoryview, part: TensorPart, begin: Index, shape: Index) -> None:
         other = bytearray(len(values))
         for rank, copy in zip(part.ranks[1:], part.copies, strict=True):
             with memoryview(other) as view:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..lazy import np
+
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -89,8 +91,6 @@ OF_ML_DTYPES = {name for name in DTYPES if name.startswith(("bfloat16", "float8"
 
 def numpy_type(dtype: DType) -> Any:
     """Return numpy's element type, or that of ml_dtypes; None where there is none."""
-    import numpy as np
-
     if dtype.name in OF_ML_DTYPES:
         import ml_dtypes
 

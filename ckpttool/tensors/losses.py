@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from ..lazy import NDArray, np
 
 CELL = 1 << 20  # elements of a storage whose losses are marked together
 FEW = CELL >> 5  # as many places take the memory of a bit for each element
@@ -45,8 +43,6 @@ class CastReport:
 
     def note(self, loss: Loss, storage: int, places: NDArray[np.int64]) -> None:
         """Record that elements of a storage were lost. Several threads may call this at once."""
-        import numpy as np
-
         cells = places // CELL
         with self._lock:
             for cell in np.flatnonzero(np.bincount(cells)).tolist():
@@ -58,8 +54,6 @@ class CastReport:
         self, storage: int, finite: NDArray[np.bool_], made: NDArray[Any], at: int = 0
     ) -> None:
         """Record which finite numbers became infinite or NaN; the first is element `at` of a storage."""
-        import numpy as np
-
         if np.isfinite(made).all():
             return
         lost: dict[Loss, NDArray[np.bool_]] = {"infinite": np.isinf(made), "nan": np.isnan(made)}
@@ -70,8 +64,6 @@ class CastReport:
 
 def _marked(marks: NDArray[Any], places: NDArray[np.uint32]) -> NDArray[Any]:
     """Return a cell's marks with more places: places as long as they are few, else a bit for each element."""
-    import numpy as np
-
     if marks.dtype == np.uint32:
         places = np.union1d(marks, places)
         if len(places) < FEW:
@@ -82,8 +74,6 @@ def _marked(marks: NDArray[Any], places: NDArray[np.uint32]) -> NDArray[Any]:
 
 
 def _marked_in(marks: NDArray[Any]) -> int:
-    import numpy as np
-
     return len(marks) if marks.dtype == np.uint32 else int(np.unpackbits(marks).sum())
 
 

@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from ..errors import Refused, Unsupported
+from ..lazy import NDArray, np
 from .dtypes import DType, numpy_type
 from .source import ByteRange, Observer, Stretch, filled
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_BYTES = 2**63 - 1
 USUAL, LARGEST = 1 << 20, 4 << 20  # bytes that are computed at a time, and the most
@@ -271,8 +269,6 @@ class TensorRef:
             Refused: a view that repeats its storage by more than 1 GiB.
             Damaged: the file ends early. Unreadable: the checkpoint was closed.
         """
-        import numpy as np
-
         if self.nbytes > self.storage.nbytes + (1 << 30):
             raise Refused(self.storage.data.path, f"a view that expands its storage to {self.nbytes} bytes")
         kind = numpy_type(self.dtype)

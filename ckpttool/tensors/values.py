@@ -12,14 +12,12 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .. import system
 from ..errors import Damaged, Refused
+from ..lazy import NDArray, np
 from .ref import Computed, TensorRef
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Sizes = tuple[int, ...]
 
@@ -178,8 +176,6 @@ FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q
 
 def gathered(tensor: TensorRef, chunk: int) -> Iterator[memoryview]:
     """Yield the row-major values of a strided view as they are stored."""
-    import numpy as np
-
     width, shape, stride = tensor.dtype.itemsize, tensor.shape, tensor.stride
     offset = tensor.offset
     if width == 16:  # numpy has no integers of 16 bytes: such elements go as pairs of 8
@@ -222,8 +218,6 @@ def blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[t
 
 def _fill(block: NDArray[Any], tensor: TensorRef, start: int, stride: Sizes, most: int) -> None:
     """Fill a block of the result with the elements from number `start` on, `most` of the file at a time."""
-    import numpy as np
-
     width = block.itemsize
     reach = [(n - 1) * s for n, s in zip(block.shape, stride, strict=True)]
     if sum(reach) < most:

@@ -17,13 +17,13 @@ from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle import known_names, values
 from ..inert_pickle.known_names import is_value, wraps
-from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
+from ..inert_pickle.numpy_values import PickledArray, array_of, scalar_of, scalar_type
 from ..inert_pickle.plain_objects import NoText, attributes_of, described, settings_of, text_of
 from ..inert_pickle.values import Global, OrderedDict_, Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
 
 
-class Change(NamedTuple):
+class Replacement(NamedTuple):
     """A value that became another."""
 
     name: str  # its dotted path
@@ -42,7 +42,7 @@ class Disarmed:
         dtensors: whether DTensors are left, for which torch.load needs `torch.distributed.tensor` imported.
     """
 
-    changed: tuple[Change, ...]
+    changed: tuple[Replacement, ...]
     left_out: tuple[str, ...] = ()
     dtensors: bool = False
 
@@ -100,7 +100,7 @@ class _Disarmer:
         # True: arrays become lists, attributes with tensors lists of pairs: no state is looked for there.
         self.apart = apart
         self.checkpoint = checkpoint
-        self.changed: list[Change] = []
+        self.changed: list[Replacement] = []
         self.left_out: list[str] = []
         self.refused: dict[str, SpecialTensor] = {}
         self.done: dict[int, object] = {}
@@ -132,7 +132,7 @@ class _Disarmer:
 
     def note(self, path: Path, was: str, now: str) -> None:
         """Record a change."""
-        self.changed.append(Change(self.noted(path, was, now), was, now))
+        self.changed.append(Replacement(self.noted(path, was, now), was, now))
 
     def leave_out(self, path: Path, names: Iterable[str]) -> None:
         """Record attributes that have no place any more."""
@@ -275,7 +275,7 @@ class _Disarmer:
         self.note(path, value.type_name, "record")
         return self.fill({}, self.parts(value), value, path)
 
-    def array(self, array: Array, path: Path) -> object:
+    def array(self, array: PickledArray, path: Path) -> object:
         tensor = None if self.apart else array.tensor(self.checkpoint.path)
         return tensor or array.nested(lambda item: self.value(item, path))
 

@@ -34,14 +34,14 @@ class Parameters:
     trainable: tuple[str, ...]
 
 
-class Named(NamedTuple):
+class NamedAverage(NamedTuple):
     """An average under the names of a model's parameters."""
 
     checkpoint: Checkpoint
     left_out: tuple[str, ...]
 
 
-def with_names(checkpoint: Checkpoint, where: str | None, parameters: Parameters) -> Named | None:
+def with_names(checkpoint: Checkpoint, where: str | None, parameters: Parameters) -> NamedAverage | None:
     """Return the average at a place under the names of a model's parameters."""
     path = path_of(checkpoint.tree, where) if where is not None else None
     listed = None if path is None else follow(checkpoint.tree, path)
@@ -59,9 +59,9 @@ def with_names(checkpoint: Checkpoint, where: str | None, parameters: Parameters
     return None if without_dots is None else _named(checkpoint, without_dots, state)
 
 
-def _named(checkpoint: Checkpoint, tensors: Mapping[str, object], state: State) -> Named:
+def _named(checkpoint: Checkpoint, tensors: Mapping[str, object], state: State) -> NamedAverage:
     new = replace(checkpoint, tree=OrderedDict_(tensors), opened=(), full=False)
-    return Named(new, checkpoint.outside(state))
+    return NamedAverage(new, checkpoint.outside(state))
 
 
 def _by_position(

@@ -19,16 +19,13 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..lazy import NDArray, np
 from ..tensors.cast import INFINITY, carrier, reader
 from ..tensors.dtypes import DType
 from ..tensors.ref import TensorRef
 from ..tensors.values import stream
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
 BLOCK = 1 << 17  # elements averaged at a time: numpy works on them long enough for another thread to run
@@ -47,8 +44,6 @@ class Means:
     """Weighted means of elements of one type, in memory that is used again: one thread at a time."""
 
     def __init__(self, weights: Sequence[float], dtype: DType, elements: int | None = None) -> None:
-        import numpy as np
-
         self._dtype, self._inputs = dtype, len(weights)
         self._counted = [number for number, weight in enumerate(weights) if weight]
         counted = [weights[number] for number in self._counted]
@@ -67,8 +62,6 @@ class Means:
 
     def of(self, raw: Sequence[memoryview | bytes | bytearray]) -> memoryview:
         """Return the means as bytes of the type, little-endian, valid until the next call."""
-        import numpy as np
-
         inputs = [np.frombuffer(raw[number], dtype=carrier(self._dtype)) for number in self._counted]
         out = self._low[: len(inputs[0])]
         unsure, read = self._plainly(inputs, out), reader(self._dtype)
@@ -80,8 +73,6 @@ class Means:
 
     def _plainly(self, inputs: list[NDArray[Any]], out: NDArray[Any]) -> NDArray[np.intp]:
         """Compute the means; return the places where they may not be the nearest numbers."""
-        import numpy as np
-
         largest = max(map(_largest, inputs)) if len(out) else 0
         if self._dtype.itemsize == 8 or largest >= INFINITY[self._dtype.name]:
             return np.arange(len(out))
@@ -95,8 +86,6 @@ class Means:
             return self._bound(total, (len(inputs) + 2) * 2.0**-52 * _float(largest, self._dtype), out)
 
     def _add(self, inputs: list[NDArray[Any]], total: NDArray[Any]) -> None:
-        import numpy as np
-
         read, term = reader(self._dtype), self._term[: len(total)]
         for number, (each, weight) in enumerate(zip(inputs, self._weights, strict=True)):
             value = term if number else total
@@ -111,8 +100,6 @@ class Means:
         # For n values of magnitude up to L, the products, the additions, the sum of the weights and the
         # quotient err by at most (2n + 1) 2^-53 L together. A reach of (2n + 4) 2^-53 L allows for the ends,
         # which are rounded too.
-        import numpy as np
-
         end, high, bits = self._term[: len(low)], self._high[: len(low)], f"u{low.itemsize}"
         _round(np.subtract(means, reach, out=end), self._dtype, low)
         _round(np.add(means, reach, out=end), self._dtype, high)
@@ -132,8 +119,6 @@ def _is_sum_exact(inputs: list[NDArray[Any]], largest: int, dtype: DType) -> boo
 
 def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DType) -> Any:
     """Return the mean in pairs, rounded once."""
-    import numpy as np
-
     pairs = [*zip(values, weights, strict=True)]
     with np.errstate(all="ignore"):
         high, low = _quotient(*_sum(values, weights), *_total(tuple(weights)))
@@ -167,15 +152,11 @@ def _smallest(values: NDArray[Any]) -> int:
 
 def _float(bits: int, dtype: DType) -> float:
     """Return the number that has these bits."""
-    import numpy as np
-
     return float(reader(dtype)(np.array([bits], f"<u{dtype.itemsize}").view(carrier(dtype)))[0])
 
 
 def _in_reach(values: list[NDArray[Any]]) -> Any:
     """Return the places where no product can overflow, or lose bits below the smallest number."""
-    import numpy as np
-
     sizes = [np.abs(value) for value in values]
     return np.logical_and.reduce([(size < LARGE) & ((size > SMALL) | (size == 0)) for size in sizes])
 
@@ -234,8 +215,6 @@ def _quotient(high: Any, low: Any, whole: float, rest: float) -> tuple[Any, Any]
 def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any]:
     """Round a pair to a type in one step, first to odd, so that the last rounding sees no false tie."""
     # Boldo and Melquiond, "When double rounding is odd" (2005)
-    import numpy as np
-
     if dtype.itemsize == 8:
         return high
     bits = np.ascontiguousarray(high).view("<i8")
@@ -246,15 +225,11 @@ def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any
 
 def _round(values: NDArray[Any], dtype: DType, out: NDArray[Any]) -> None:
     """Round float64 to a type, into an array of its carrier."""
-    import numpy as np
-
     np.copyto(out, nearest(values, dtype) if dtype.name == "bfloat16" else values, casting="same_kind")
 
 
 def in_float64(tensor: TensorRef) -> NDArray[Any]:
     """Return all values of a float tensor in float64, in its shape."""
-    import numpy as np
-
     raw = b"".join(map(bytes, stream(tensor)))
     values: NDArray[Any] = reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype)))
     return values.astype("<f8").reshape(tensor.shape)
@@ -262,8 +237,6 @@ def in_float64(tensor: TensorRef) -> NDArray[Any]:
 
 def nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
     """Round float64 to a type in one step; to bfloat16, which numpy lacks, through float32 rounded to odd."""
-    import numpy as np
-
     if dtype.name != "bfloat16":
         return odd.astype(carrier(dtype))
     single = odd.astype("<f4")

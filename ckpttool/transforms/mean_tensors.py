@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 
+from ..lazy import np
 from ..tensors.dtypes import DType
 from ..tensors.losses import CastReport
 from ..tensors.ref import Computed, TensorRef
@@ -125,6 +126,4 @@ def _means(work: _Work, inputs: list[TensorRef], start: int, nbytes: int) -> Ite
 
 def _swapped(piece: memoryview, part: DType) -> memoryview:
     """Return a big-endian piece, as the last file's storages are: a file has one byte order."""
-    import numpy as np
-
     return memoryview(np.frombuffer(piece, dtype=f"<u{part.itemsize}").byteswap().view("u1"))

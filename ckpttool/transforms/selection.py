@@ -39,7 +39,7 @@ def replace_state(
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class KeySelection:
     """The keys that stayed, and those that were left out."""
 
     kept: tuple[str, ...]
@@ -49,7 +49,7 @@ class Selection:
 @takes_checkpoint
 def select(
     checkpoint: Checkpoint, *, only: Iterable[str] = (), exclude: Iterable[str] = (), state: str | None = None
-) -> tuple[Checkpoint, Selection]:
+) -> tuple[Checkpoint, KeySelection]:
     """Return a checkpoint with fewer keys in its state.
 
     Args:
@@ -83,7 +83,7 @@ def select(
     rest = set(keys) - kept
     new = replace_state(checkpoint, target, lambda old: {k: v for k, v in old.items() if k not in rest})
     new = replace(new, metadata=moved_kinds(checkpoint.metadata, keys, kept))
-    return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k in rest))
+    return new, KeySelection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k in rest))
 
 
 def _wider(flag: str, pattern: str, keys: list[str]) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.batchnorm import convert_states
-from ckpttool.batchnorm.convert_states import Report
+from ckpttool.batchnorm.convert_states import BatchNormReport
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 
 
@@ -42,14 +42,14 @@ def old_state(model: nn.Module | None = None) -> Any:
     return state
 
 
-def convert(value: Any, folder: Path, to: Any = "sync", **options: Any) -> tuple[Any, Report]:
+def convert(value: Any, folder: Path, to: Any = "sync", **options: Any) -> tuple[Any, BatchNormReport]:
     """Save a value by torch, convert it and save it again; return what torch loads, and the report."""
     torch.save(value, folder / "in.pt")
     report = convert_file(folder / "in.pt", folder / "out.pt", to, **options)
     return torch.load(folder / "out.pt", weights_only=True), report
 
 
-def convert_file(path: Path, out: Path, to: Any = "sync", **options: Any) -> Report:
+def convert_file(path: Path, out: Path, to: Any = "sync", **options: Any) -> BatchNormReport:
     with ckpttool.open(path) as checkpoint:
         new, report = convert_states.convert(checkpoint, to, **options)
         assert ckpttool.save(new, out, force=True).left_out == ()

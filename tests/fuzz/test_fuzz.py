@@ -164,7 +164,7 @@ def count_all_classes() -> None:
 def place_without_bounds() -> None:
     """Follow placements for as many pieces as they say."""
     sharded_values.MAX_CHUNKS = 1 << 60
-    device_meshes.Work.spend = lambda *_: None  # type: ignore[method-assign]
+    device_meshes.WorkBound.spend = lambda *_: None  # type: ignore[method-assign]
 
 
 def odd(name: str, raw: bytes) -> Callable[[str], Files]:

@@ -32,7 +32,7 @@ from ckpttool.remote.buckets import settings as bucket_settings
 from ckpttool.remote.buckets import uploads as bucket_uploads
 from ckpttool.remote.buckets.bucket import Bucket
 from ckpttool.remote.patience import Patience
-from ckpttool.remote.store import TRAFFIC, Entry, Facts, Missing, Unranged
+from ckpttool.remote.store import TRAFFIC, Facts, ListedEntry, Missing, Unranged
 from tests.support import bucket_servers as servers
 from tests.support.running import within
 
@@ -220,7 +220,7 @@ def test_a_key_is_asked_for_as_it_is_spelled(world: World, runs: Bucket, tmp_pat
     data, facts = runs.head(key, 100)
     assert data == key.encode()
     folder, _, name = key.rpartition("/")
-    assert Entry(name, facts) in runs.entries(folder)
+    assert ListedEntry(name, facts) in runs.entries(folder)
     path = tmp_path / "file"
     path.write_bytes(b"new")
     runs.put({f"up/{key}": str(path)}, replace=True)
@@ -268,7 +268,7 @@ def test_a_folder_that_holds_nothing_is_empty(runs: Bucket) -> None:
 def test_objects_that_stand_for_folders_are_no_files(world: World, runs: Bucket) -> None:
     for key in ("marked/", "marked/sub/", "marked/sub/x", "marked/sub/y/", "marked/sub/y/z"):
         world.object(key, b"" if key.endswith("/") else b"x")
-    assert runs.entries("marked") == [Entry("sub", None)]
+    assert runs.entries("marked") == [ListedEntry("sub", None)]
     assert {entry.name: entry.facts is None for entry in runs.entries("marked/sub")} == {
         "x": False,
         "y": True,
@@ -852,7 +852,7 @@ def test_google_is_spoken_to_at_its_emulator(
     world.client.put_object_acl(Bucket="public", Key="g/model", ACL="public-read")
     head, facts = public.head("g/model", 100)
     assert head == Path(file).read_bytes()[:100]
-    assert public.entries("g") == [Entry("model", facts)]
+    assert public.entries("g") == [ListedEntry("model", facts)]
     world.object("g/model", bucket="public", ACL="public-read")
     with pytest.raises(Damaged, match=r"^gs://public/g/model: changed while it was read"):
         public.read("g/model", facts, 0, 10)
@@ -902,7 +902,11 @@ def test_azure_is_read_and_written(
     head, facts = runs.head("a/model", 100)
     assert head == Path(file).read_bytes()[:100]
     assert sorted(runs.entries("a")) == sorted(
-        [Entry("model", facts), Entry("empty", runs.head("a/empty", 9)[1]), Entry("ü b%2F#?+", None)]
+        [
+            ListedEntry("model", facts),
+            ListedEntry("empty", runs.head("a/empty", 9)[1]),
+            ListedEntry("ü b%2F#?+", None),
+        ]
     )
     assert runs.head("a/ü b%2F#?+/x", 100)[0] == b"small"
     for path in (file, str(small)):

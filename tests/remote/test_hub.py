@@ -14,7 +14,7 @@ import pytest
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
 from ckpttool.remote.hub.repository import Location, Repository, cached, is_offline, split
 from ckpttool.remote.patience import Patience
-from ckpttool.remote.store import TRAFFIC, Entry, Facts, Missing
+from ckpttool.remote.store import TRAFFIC, Facts, ListedEntry, Missing
 from tests.support.hub_server import SECRET, Hub, Reply, Repo, Seen, git_blob, sha256
 from tests.support.running import within
 
@@ -119,9 +119,9 @@ def test_one_request_tells_all_files_with_their_sizes_and_hashes(hub: Hub) -> No
     weights = Facts(len(WEIGHTS), f"sha256:{sha256(WEIGHTS)}", f"sha256:{sha256(WEIGHTS)}")
     config = Facts(len(CONFIG), f"git:{git_blob(CONFIG)}")
     assert {*repo.entries("")} >= {
-        Entry("model.safetensors", weights),
-        Entry("config.json", config),
-        Entry("sub", None),
+        ListedEntry("model.safetensors", weights),
+        ListedEntry("config.json", config),
+        ListedEntry("sub", None),
     }
     assert [entry.name for entry in repo.entries("sub")] == ["x.bin"]
     assert repo.entries("none") == repo.entries("model.safetensors") == []
@@ -246,7 +246,7 @@ def test_a_repository_of_many_files_is_listed_a_folder_at_a_time(hub: Hub) -> No
     assert {entry.name for entry in repo.entries("deep/er")} == {f"{number}.bin" for number in range(20)}
     assert len(hub.requests()) == 1 + 3
     assert repo.head("deep/er/7.bin", 10)[0] == b"7"
-    assert repo.entries("deep") == [Entry("er", None)]
+    assert repo.entries("deep") == [ListedEntry("er", None)]
     assert repo.entries("no/such") == repo.entries("..") == []
     hub.requests()
     repo.entries("deep/er")

@@ -119,7 +119,7 @@ def test_the_bar_begins_again_with_the_upload(monkeypatch: pytest.MonkeyPatch) -
     from ckpttool.cli import console
 
     monkeypatch.setattr(console, "BAR_FROM", 10)
-    bar = console.Bar("convert", drawn=True)
+    bar = console.ProgressBar("convert", drawn=True)
     bar.expect(100)
     bar.add(100)
     bar.expect(30)

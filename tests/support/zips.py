@@ -8,7 +8,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from ckpttool.formats.pytorch.zip_reader import Record, read_directory
+from ckpttool.formats.pytorch.zip_reader import ZipRecord, read_directory
 from ckpttool.tensors.source import ByteRange, Source
 
 
@@ -18,7 +18,7 @@ def place_of(path: Path) -> ByteRange:
     return ByteRange(source, 0, source.size)
 
 
-def directory(place: ByteRange) -> dict[str, Record]:
+def directory(place: ByteRange) -> dict[str, ZipRecord]:
     """Return the records of a zip that fills a place."""
     return read_directory(place.source, place)
 

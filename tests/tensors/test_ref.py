@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import Damaged
-from ckpttool.tensors.chunks import Part, assembled
+from ckpttool.tensors.chunks import TensorPart, assembled
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import Computed, Storage, TensorRef
 from ckpttool.tensors.source import ByteRange, Source
@@ -145,7 +145,7 @@ def built(values: np.ndarray[Any, Any], cut: Any) -> TensorRef:
     for start, stop, below in inner:
         box = values[(slice(None),) * axis + (slice(start, stop),)]
         begin = tuple(start if i == axis else 0 for i in range(values.ndim))
-        parts.append(Part(begin, built(np.ascontiguousarray(box), below)))
+        parts.append(TensorPart(begin, built(np.ascontiguousarray(box), below)))
     return assembled("w", "folder", FLOAT32, values.shape, parts)
 
 

@@ -31,7 +31,7 @@ from ckpttool.files.digest import sha256_of_file
 from ckpttool.files.failures import naming, system_error
 from ckpttool.formats import safetensors
 from ckpttool.formats.delta.chains import base_of, chain, needed_by
-from ckpttool.formats.delta.reading import BaseMissing, Link, joined
+from ckpttool.formats.delta.reading import BaseMissing, DeltaLink, joined
 from ckpttool.formats.delta.writing import delta
 from ckpttool.formats.pytorch import zip as torch_zip
 from ckpttool.formats.reading import open_alone
@@ -276,7 +276,7 @@ def _write(base: str, named: str, whole: str, path: str) -> None:
 def _require_same(base: str, path: str) -> None:
     """Raise Refused unless a delta was made from what another one makes."""
     with open_alone(path) as new, formats.open(base) as old:
-        joined(Link(old), new)  # compares the checksums that both state
+        joined(DeltaLink(old), new)  # compares the checksums that both state
 
 
 def drop_wholes(folder: str, newest: int, training: str) -> None:

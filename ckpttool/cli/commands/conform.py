@@ -16,13 +16,13 @@ from ...errors import OutputExists, UsageFault
 from .. import options
 from ..console import Console, printable
 from ..layout import columns, cut_front, fitting, table, terminal_width, without
-from ..options import Job
+from ..options import WriteJob
 from ..rewriting import Change, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
     from ...transforms.conforming.conform import Conformed
-    from ...transforms.conforming.rules import Row
+    from ...transforms.conforming.rules import RuleRow
 
 HEADS = ("from", "to", "shape", "steps", "by")
 LINES = 41  # of the table, with its header; -v shows all
@@ -38,7 +38,9 @@ LINES = 41  # of the table, with its header; -v shows all
 @options.option("--write-map FILE", "Also write the mapping as rules for convert --map.")
 @options.option("--like-state WHERE", "Which state of REF to take if it holds several.")
 @options.writing
-def command(job: Job, like: str | None, model: str | None, write_map: str | None, **choices: Any) -> None:
+def command(
+    job: WriteJob, like: str | None, model: str | None, write_map: str | None, **choices: Any
+) -> None:
     """Write a checkpoint under the names and in the shapes that another one has.
 
     REF is any checkpoint that loads on the other side: a file, a folder or a URL. Renamed modules, layers
@@ -95,7 +97,7 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     rewrite(job, transform)
 
 
-def _require_new_map(path: str, job: Job, like: str | None) -> None:
+def _require_new_map(path: str, job: WriteJob, like: str | None) -> None:
     """Refuse a place for the rules where --map would not find them, or where another file is."""
     from ...files.commit import require_folder
 
@@ -110,7 +112,7 @@ def _require_new_map(path: str, job: Job, like: str | None) -> None:
     require_folder(path)
 
 
-def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: Job, also: Sequence[str]) -> None:
+def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: WriteJob, also: Sequence[str]) -> None:
     """Write the rules once OUTPUT is there, and say how convert makes the same of them."""
     from ...files.commit import replacing
 
@@ -174,7 +176,7 @@ def _types(conformed: Conformed) -> Iterator[str]:
         yield f"{count} tensors are {mine} here and {theirs} there: {hint}"
 
 
-def _table(mapping: Sequence[Row], width: int | None) -> tuple[list[str], Sequence[str]]:
+def _table(mapping: Sequence[RuleRow], width: int | None) -> tuple[list[str], Sequence[str]]:
     """Return, under a header, each rule's names, one a line, with what is done and what that rests on.
 
     Return the heads of the columns that do not fit, too.
@@ -196,13 +198,13 @@ def _table(mapping: Sequence[Row], width: int | None) -> tuple[list[str], Sequen
     return [*table(rows, range(5), width)], HEADS[2 + shown :]
 
 
-def _ranged(text: str, row: Row) -> str:
+def _ranged(text: str, row: RuleRow) -> str:
     for level, numbers in row.ranges.items():
         text = text.replace(f"{{{level}}}", f"{{{numbers}}}")
     return text
 
 
-def _entry(row: Row) -> dict[str, object]:
+def _entry(row: RuleRow) -> dict[str, object]:
     return {
         "from": row.rule.sources,
         "to": row.rule.targets,

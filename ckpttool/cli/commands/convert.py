@@ -11,7 +11,7 @@ import click
 from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted, printable
-from ..options import Job, entry, pair, sizes_for
+from ..options import WriteJob, entry, pair, sizes_for
 from ..quantizing import Quantizing
 from ..rewriting import Change, Outcome, Target, rewrite
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 )
 @options.flag("--keep-copies", "Write tied tensors once per name if the format has no ties.")
 @options.writing
-def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
+def convert(job: WriteJob, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
@@ -198,7 +198,7 @@ def _described(checkpoint: Checkpoint, metadata: dict[str, str], target: Target)
 @options.device_option
 @options.resume_option
 @options.job_options
-def disarm(job: Job) -> None:
+def disarm(job: WriteJob) -> None:
     """Write a .pt of tensors and plain values alone, which torch.load(weights_only=True) takes.
 
     Nothing that INPUT names is imported or called, and OUTPUT names nothing but torch's own tensors and

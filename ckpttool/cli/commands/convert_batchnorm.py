@@ -8,12 +8,12 @@ import click
 
 from .. import options
 from ..console import counted, stdout_kept_for_results
-from ..options import Job
+from ..options import WriteJob
 from ..reading import fields_of
 from ..rewriting import Change, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
-    from ...batchnorm.convert_states import Report
+    from ...batchnorm.convert_states import BatchNormReport
     from ...batchnorm.pool_files import PoolReport
     from ...checkpoint.checkpoint import Checkpoint
 
@@ -57,7 +57,7 @@ def _counts(text: str) -> tuple[str, tuple[int, ...]]:
 @options.several("--keep-first GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.")
 @options.writing_options
 def command(
-    job: Job,
+    job: WriteJob,
     to: Literal["sync", "plain"] | None,
     model: str | None,
     exclude: tuple[str, ...],
@@ -85,7 +85,7 @@ def command(
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
     from ... import formats
-    from ...batchnorm.convert_states import Report, convert
+    from ...batchnorm.convert_states import BatchNormReport, convert
     from ...batchnorm.pool_files import pool_states
     from ...errors import NothingToDo
 
@@ -109,7 +109,7 @@ def command(
         except NothingToDo:
             if not pooled:
                 raise
-            report = Report(())
+            report = BatchNormReport(())
         return checkpoint, _outcome(len(job.inputs), plain_or_sync, pooled, report)
 
     rewrite(job, transform)
@@ -135,7 +135,7 @@ def _kinds(spec: str | None) -> dict[str, str] | None:
         return kinds_of(skeleton(spec))
 
 
-def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report) -> Outcome:
+def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: BatchNormReport) -> Outcome:
     many = counted(len((pooled or report).layers), "BatchNorm layer")
     done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"converted {many} for {to}"
     if pooled and not pooled.exact:

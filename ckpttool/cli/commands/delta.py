@@ -10,7 +10,7 @@ import click
 from ...errors import UsageFault, install
 from .. import options
 from ..console import counted, printable, show_bytes
-from ..options import Job
+from ..options import WriteJob
 from ..reading import fields_of, note_state, open_file
 from ..rewriting import Change, Outcome, Target, report_written, rewrite
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 )
 @options.state_option
 @options.folder_options
-def delta(job: Job, new: str, layout: str | None) -> None:
+def delta(job: WriteJob, new: str, layout: str | None) -> None:
     """Write what changed from BASE to NEW, so that apply makes NEW of BASE again, to the last bit.
 
     OUTPUT is a file of safetensors, and its name says no other format. Of each tensor it holds the smallest
@@ -90,7 +90,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
 @options.to_option
 @options.full_option
 @options.writing_options
-def apply(job: Job, to: str | None, full: bool) -> None:
+def apply(job: WriteJob, to: str | None, full: bool) -> None:
     """Make of BASE what it became by each DELTA, one after another, to the last bit.
 
     BASE may have any format, if its values are those that the first DELTA was made from: their checksums

@@ -11,7 +11,7 @@ import click
 
 from .. import options
 from ..console import show_names
-from ..options import Job
+from ..options import WriteJob
 from ..rewriting import Change, Target, renaming_outcome, rewrite
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @options.several("--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.")
 @options.writing
 def strip_prefix(
-    job: Job, prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...]
+    job: WriteJob, prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...]
 ) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 
@@ -106,7 +106,7 @@ def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
     "--prefix", "What to put before keys, including the dot.", default="module.", show_default=True
 )
 @options.writing
-def add_prefix(job: Job, prefix: str) -> None:
+def add_prefix(job: WriteJob, prefix: str) -> None:
     """Put a wrapper's prefix before every key: the inverse of strip-prefix.
 
     For a script that loads into a model it has already wrapped in DistributedDataParallel.
@@ -141,7 +141,7 @@ def add_prefix(job: Job, prefix: str) -> None:
     required=True,
 )
 @options.writing
-def rename_keys(job: Job, rules: tuple[str, ...]) -> None:
+def rename_keys(job: WriteJob, rules: tuple[str, ...]) -> None:
     """Rename keys by regular expressions.
 
     Two keys that would get the same name are refused; module versions and the optimizer's parameter names

@@ -10,7 +10,7 @@ import click
 from .. import options
 from ..console import counted, printable, show_bytes
 from ..layout import table
-from ..options import Job
+from ..options import WriteJob
 from ..reading import fields_of, note_fields, note_state, open_file
 from ..rewriting import Change, Outcome, Target, report_written, rewrite
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.argument("adapter", metavar="ADAPTER", type=options.PATH)
 @options.output_argument
 @options.writing_options
-def merge_lora(job: Job, adapter: str) -> None:
+def merge_lora(job: WriteJob, adapter: str) -> None:
     """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
 
     BASE is the model's file or folder of shards, ADAPTER the folder that PEFT or diffusers wrote, or a file
@@ -65,7 +65,7 @@ def merge_lora(job: Job, adapter: str) -> None:
 )
 @options.state_option
 @options.folder_options
-def extract_lora(job: Job, tuned: str, rank: int, others: str | None) -> None:
+def extract_lora(job: WriteJob, tuned: str, rank: int, others: str | None) -> None:
     """Write what TUNED has learnt since BASE as a LoRA adapter, the inverse of merge-lora.
 
     OUTPUT is a folder that PEFT and merge-lora read. Each linear layer and convolution that differs gets the

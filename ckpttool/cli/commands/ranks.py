@@ -12,7 +12,7 @@ import click
 from ...errors import NothingToDo, RanksDiffer, Refused, UsageFault
 from .. import options
 from ..console import Console, counted, show_bytes
-from ..options import Job
+from ..options import WriteJob
 from ..reading import fields_of, note_fields, note_state, open_file
 from ..rewriting import Change, Companions, Outcome, Target, report_written, rewrite
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 )
 @options.writing_options
 def merge(
-    job: Job, to: str | None, full: bool, dtype: str | None, take_rank: int | None, take_step: int | None
+    job: WriteJob, to: str | None, full: bool, dtype: str | None, take_rank: int | None, take_step: int | None
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
 
@@ -158,7 +158,7 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
 )
 @options.state_option
 @options.job_options
-def split(job: Job, ranks: int, form: str, **of_mesh: Any) -> None:
+def split(job: WriteJob, ranks: int, form: str, **of_mesh: Any) -> None:
     """Write a whole checkpoint as files that the ranks of a training run load: the inverse of merge.
 
     As dtensor, rank R of W gets OUTPUT/model_world_size_W_rank_R.pt, cut as fully_shard(model) cuts it, and
@@ -205,7 +205,7 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     ]
 
 
-def _as_dtensors(job: Job, ranks: int, of_mesh: dict[str, Any]) -> None:
+def _as_dtensors(job: WriteJob, ranks: int, of_mesh: dict[str, Any]) -> None:
     from ...formats import splitting
     from ...formats.saving.destination import Destination
 

@@ -11,7 +11,7 @@ import click
 from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted, printable, show_bytes
-from ..options import Job
+from ..options import WriteJob
 from ..reading import fields_of
 from ..rewriting import Change, Outcome, Target, rewrite
 from .training import parameters_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @options.several("--drop NAME", "With --in-place: leave out this alone, e.g. optimizer.")
 @options.writing_options
 def command(
-    job: Job, model: str | None, in_place: bool, keep_newest: int | None, drop: tuple[str, ...]
+    job: WriteJob, model: str | None, in_place: bool, keep_newest: int | None, drop: tuple[str, ...]
 ) -> None:
     """Write only the model's state, without bytes that none of its tensors uses.
 
@@ -64,7 +64,7 @@ def command(
     _to_output(job, model)
 
 
-def _to_output(job: Job, model: str | None) -> None:
+def _to_output(job: WriteJob, model: str | None) -> None:
     from ...transforms.ema_names import with_names
     from ...transforms.selection import slim
 
@@ -83,7 +83,7 @@ def _to_output(job: Job, model: str | None) -> None:
     rewrite(job, transform)
 
 
-def _require_sense(job: Job, model: str | None, keep_newest: int | None) -> None:
+def _require_sense(job: WriteJob, model: str | None, keep_newest: int | None) -> None:
     """Refuse what `--in-place` has no use for, and the lack of what it needs."""
     if job.output:
         hint = "leave it out, or --in-place"
@@ -103,7 +103,7 @@ def _require_sense(job: Job, model: str | None, keep_newest: int | None) -> None
             raise UsageFault(f"{flag}: has no effect with --in-place", hint="leave it out")
 
 
-def _in_place(job: Job, keep_newest: int, drop: tuple[str, ...]) -> None:
+def _in_place(job: WriteJob, keep_newest: int, drop: tuple[str, ...]) -> None:
     from ...slimming import slim_in_place
 
     console, started = job.console, time.perf_counter()

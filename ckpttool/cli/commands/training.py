@@ -8,7 +8,7 @@ import click
 
 from .. import options
 from ..console import counted, stdout_kept_for_results
-from ..options import Job
+from ..options import WriteJob
 from ..rewriting import Change, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _numbers(text: str) -> list[float]:
 )
 @options.option("--seed N", "dare: of the random choice of that part.  [default: 0]", type=int)
 @options.writing_options
-def average(job: Job, weights: list[float] | None, method: str, **settings: Any) -> None:
+def average(job: WriteJob, weights: list[float] | None, method: str, **settings: Any) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
 
     Means are computed with twice the precision of float64, whatever the dtype. Integers and booleans, such as
@@ -123,7 +123,7 @@ def average(job: Job, weights: list[float] | None, method: str, **settings: Any)
     "An optimizer without names lists its parameters in the order of the file's state, or of --model.",
     type=click.Choice(["state", "model"]),
 )
-def optimizer(job: Job, to: Form, model: str | None, order: Order | None) -> None:
+def optimizer(job: WriteJob, to: Form, model: str | None, order: Order | None) -> None:
     """Key the state of every optimizer in a file by parameter names, or by torch's indices.
 
     torch keys it by index and loads it by position, so a model whose layers are in another order silently

@@ -23,7 +23,7 @@ def _saved() -> Fields:
 
 def rewritten(more: Fields | None = None) -> Fields:
     """Return the fields of all commands that write one checkpoint from another."""
-    from ...formats.one_of_several import Piece
+    from ...formats.one_of_several import ModelFile
 
     return {
         **_saved(),
@@ -32,7 +32,7 @@ def rewritten(more: Fields | None = None) -> Fields:
         "left_out": (NAMES, "dotted names of what the output lacks"),
         "kept": (NAMES, "keys that kept their names while others changed"),
         **BESIDE,
-        "piece?": (fields_like(Piece), "of an input that is one of several files of one model"),
+        "piece?": (fields_like(ModelFile), "of an input that is one of several files of one model"),
         "overflows?": (int, "how many finite values became infinite"),
         "underflows?": (int, "how many values became 0 when they were cast"),
         "nans?": (int, "how many finite values became NaN"),
@@ -113,10 +113,10 @@ def disarm() -> Fields:
 
 
 def convert_batchnorm() -> Fields:
-    from ...batchnorm.convert_states import Report
+    from ...batchnorm.convert_states import BatchNormReport
     from ...batchnorm.pool_files import PoolReport
 
-    return _among({**fields_like(PoolReport, maybe=("exact",)), **fields_like(Report)})
+    return _among({**fields_like(PoolReport, maybe=("exact",)), **fields_like(BatchNormReport)})
 
 
 def average() -> Fields:

@@ -26,11 +26,11 @@ from ...checkpoint.special_tensors import torch_dtype
 from ...errors import Damaged, Unsupported
 from ...files.open_source import allow_open_files
 from ...inert_pickle.reader import PickleFault, read_pickle
-from ...inert_pickle.values import Global, Record, in_brief
+from ...inert_pickle.values import Global, Record, has_text_keys, in_brief
 from ...remote.places import exists, is_folder, open_part, prepare
 from ...system import join
 from ...tensors.checked import BadTensor
-from ...tensors.chunks import Part, assembled
+from ...tensors.chunks import TensorPart, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import MAX_BYTES, TensorRef, is_count
 from ...tensors.source import ByteRange, Source
@@ -125,7 +125,7 @@ def _fields(value: object, name: str) -> dict[Any, Any]:
 
 def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
     names = metadata.get("state_dict_metadata")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
+    if not has_text_keys(names):
         raise PickleFault("its metadata is malformed: it has no names")
     return names
 
@@ -235,14 +235,14 @@ class _Items:
             raise PickleFault(f"its metadata gives '{name[:80]}' a shape larger than any file")
         return tensor
 
-    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
+    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> TensorPart:
         """Return a chunk and its place in the tensor."""
         tensor = detached(self.load(name, offsets))
         if not isinstance(tensor, TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
             raise PickleFault(f"a chunk of '{name}' is not what the metadata says")
         if tensor.nbytes > tensor.storage.nbytes:
             raise PickleFault(f"a chunk of '{name}' repeats its elements")
-        return Part(offsets, tensor)
+        return TensorPart(offsets, tensor)
 
     def load(self, name: str, offsets: tuple[int, ...] | None) -> object:
         """Return what lies in a place, which is read once however often the metadata lists it."""

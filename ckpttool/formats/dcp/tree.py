@@ -142,7 +142,8 @@ def lost(checkpoint: Checkpoint) -> tuple[str, ...]:
     plain = without_models(checkpoint)
     names: list[str] = []
     for name, value in _dicts(plain):
-        names += [] if value else [name]
+        if not value:
+            names.append(name)
         if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
             names += [f"{name}.{attribute}" if name else attribute for attribute in value.attributes]
     return (*names, *plain.opened)

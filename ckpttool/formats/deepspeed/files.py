@@ -47,7 +47,7 @@ OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_gr
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class RunFiles:
     """The files of one checkpoint of one run."""
 
     path: str  # the folder
@@ -119,7 +119,7 @@ def is_ours(path: str) -> bool:
     return OURS.fullmatch(os.path.basename(path)) is not None
 
 
-def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
+def sorted_out(path: str, files: Sequence[Checkpoint]) -> RunFiles:
     """Return the files of a run, told apart by their names and checked against each other."""
     kinds: dict[bool, list[RankFile]] = {True: [], False: []}
     ranked: set[bool] = set()
@@ -144,7 +144,7 @@ def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
     if stage and not optims.files:
         missing = {*range(world_size)}
     lacking = tuple(name for kind in cut for name in kind.lacking)
-    return Files(path, stage, world_size, models.by_rank, optims.by_rank, tuple(sorted(missing)), lacking)
+    return RunFiles(path, stage, world_size, models.by_rank, optims.by_rank, tuple(sorted(missing)), lacking)
 
 
 def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
@@ -239,7 +239,7 @@ def _stage_of(file: RankFile) -> int:
 # The training step.
 
 
-def one_step(files: Files, optimizer: object, take_step: int | None) -> int | None:
+def one_step(files: RunFiles, optimizer: object, take_step: int | None) -> int | None:
     """Return the step that a run's files state; Damaged where they state several and none is taken."""
     # Weights and momenta are the optimizer's files', counters and buffers those of the model states: of two
     # steps they would be a checkpoint that never was.
@@ -256,7 +256,7 @@ def one_step(files: Files, optimizer: object, take_step: int | None) -> int | No
     return take_step if take_step is not None else next(iter(stated.values()), None)
 
 
-def _steps(files: Files, optimizer: object) -> Iterator[tuple[str, int]]:
+def _steps(files: RunFiles, optimizer: object) -> Iterator[tuple[str, int]]:
     """Yield each place that states the step, with it."""
     step, skipped = files.facts.get("global_steps"), files.facts.get("skipped_steps")
     skipped = skipped if type(skipped) is int else 0

@@ -19,7 +19,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import Ranks
 from ...checkpoint.special_tensors import attributes, shape_of
 from ...errors import UsageFault
-from ...inert_pickle.values import remade, tensor_of, walk
+from ...inert_pickle.values import has_text_keys, remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
@@ -27,7 +27,7 @@ from ..ranks.agreement import same
 from ..ranks.merge_trees import merged
 from ..ranks.pieces import RankFile, Take, Wholes, require_rank, whole_of
 from . import zero
-from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, entry, is_ours, of_optimizer, one_step, sorted_out
+from .files import OF_STAGE_3, OF_STAGES_1_AND_2, RunFiles, entry, is_ours, of_optimizer, one_step, sorted_out
 from .files import candidates as candidates
 from .zero import Group, Layout, alone, joined
 
@@ -53,12 +53,12 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     return whole_of(path, NAME, tree, files, ranks, wholes.left)
 
 
-def framework(files: Files) -> str:
+def framework(files: RunFiles) -> str:
     version = files.facts.get("ds_version")
     return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
 
 
-def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
+def _require_states_of(path: str, take_rank: int | None, files: RunFiles) -> None:
     """Check that the rank whose buffers are to be taken has any: only in stage 3 each has."""
     require_rank(path, take_rank, {*files.models, *files.optims})
     if take_rank is not None and take_rank not in files.models:
@@ -67,7 +67,7 @@ def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
         raise UsageFault(f"{path}: {what}", hint=f"leave out --take-rank, or take rank {min(files.models)}")
 
 
-def _held(files: Sequence[Checkpoint], run: Files) -> dict[int, int]:
+def _held(files: Sequence[Checkpoint], run: RunFiles) -> dict[int, int]:
     """Return how many bytes of tensors each rank's files have."""
     ranks = {id(file.source): rank for kind in (run.models, run.optims) for rank, file in kind.items()}
     nbytes = dict.fromkeys(sorted(set(ranks.values())), 0)
@@ -78,7 +78,7 @@ def _held(files: Sequence[Checkpoint], run: Files) -> dict[int, int]:
     return nbytes
 
 
-def _joined(files: Files, wholes: Wholes) -> dict[Any, Any]:
+def _joined(files: RunFiles, wholes: Wholes) -> dict[Any, Any]:
     """Return a run's contents in stages 1 to 3."""
     groups = _groups(files)
     layout = _layout(files, groups)
@@ -94,7 +94,7 @@ def _joined(files: Files, wholes: Wholes) -> dict[Any, Any]:
 # Where the parameters lie.
 
 
-def _groups(files: Files) -> list[Group]:
+def _groups(files: RunFiles) -> list[Group]:
     """Return the shapes of the trained parameters, by group."""
     for file in files.models.values():
         if not same(file.tree.get("param_shapes"), files.facts.get("param_shapes")):
@@ -110,12 +110,12 @@ def shapes_of_groups(file: RankFile) -> list[Group]:
 def _shapes(file: RankFile, listed: object) -> Group:
     sizes = listed if isinstance(listed, dict) else {"": None}
     shapes = {name: shape for name, size in sizes.items() if (shape := shape_of(size)) is not None}
-    if len(shapes) < len(sizes) or not all(isinstance(name, str) for name in shapes):
+    if len(shapes) < len(sizes) or not has_text_keys(shapes):
         raise file.damaged("has malformed shapes of parameters")
     return shapes
 
 
-def _layout(files: Files, groups: Sequence[Group]) -> Layout:
+def _layout(files: RunFiles, groups: Sequence[Group]) -> Layout:
     """Return the places of the parameters, after checking each rank's part of the weights."""
     if files.stage == 3:
         layout = zero.parameters_cut(groups, files.world_size, [*files.optims])
@@ -146,7 +146,7 @@ def _parts(stage: int, file: RankFile) -> list[TensorRef]:
     return parts
 
 
-def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
+def _paddings(files: RunFiles, groups: Sequence[Group]) -> list[list[int]]:
     """Return the padding after each parameter; [] for none."""
     for file in files.optims.values():
         listed = of_optimizer(file).get("param_alignment_paddings")
@@ -177,7 +177,7 @@ def _check_mapping(file: RankFile, *layouts: Layout) -> None:
 # The model's state.
 
 
-def frozen_of(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
+def frozen_of(files: RunFiles, wholes: Wholes) -> dict[str, TensorRef]:
     """Return the parameters that are not trained, where the files list them; stage 1 does not."""
     listed = files.facts.get("frozen_param_shapes")
     frozen: dict[str, TensorRef] = {}
@@ -199,7 +199,7 @@ def frozen_of(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     return frozen
 
 
-def without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
+def without_pieces(file: RankFile, files: RunFiles, cut: Mapping[str, TensorRef]) -> RankFile:
     """Return a file with model states without what describes pieces, or stands in the place of them."""
     buffers = buffers_of(files)
 
@@ -213,12 +213,12 @@ def without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -
     return replace(file, tree={k: v for k, v in file.tree.items() if k not in OF_PIECES} | {"module": kept})
 
 
-def buffers_of(files: Files) -> set[str]:
+def buffers_of(files: RunFiles) -> set[str]:
     listed = files.facts.get("buffer_names")
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
-def module_of(files: Files, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
+def module_of(files: RunFiles, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
     """Return the model's state under the model's names, in the model's order."""
     module, buffers = files.facts["module"], buffers_of(files)
     ties = attributes(files.facts.get("shared_params"))

@@ -24,13 +24,13 @@ from ...errors import Damaged
 from ...inert_pickle.values import in_brief, tensor_of
 from ...remote.places import exists, names_in
 from ...system import join
-from ...tensors.ref import TensorRef, contiguous_stride
+from ...tensors.ref import TensorRef, contiguous_stride, count_of
 from ..ranks.merge_trees import merged
 from ..ranks.pieces import Candidates, RankFile, Take, Wholes, require_rank, whole_of
 from . import files as run_files
-from .files import LATEST, SETTINGS, ZERO, Files, contents, is_universal, named_by, one_step, states_in
+from .files import LATEST, SETTINGS, ZERO, RunFiles, contents, is_universal, named_by, one_step, states_in
 from .reading import NAME, buffers_of, framework, frozen_of, module_of, shapes_of_groups, without_pieces
-from .zero import IN_USE, alone, groups_by_name, numel
+from .zero import IN_USE, alone, groups_by_name
 
 WEIGHTS, STEP = "fp32", "step"
 
@@ -111,15 +111,15 @@ def _sorted_out(files: Sequence[Checkpoint]) -> _Parts:
     return parts
 
 
-def _run(path: str, parts: _Parts, models: Mapping[int, RankFile]) -> Files:
+def _run(path: str, parts: _Parts, models: Mapping[int, RankFile]) -> RunFiles:
     """Return the run that the folder was made of, as if `optimizer_state.pt` were the file of rank 0."""
     world = next(iter(models.values())).tree.get("dp_world_size")
     is_stage_3 = any(os.path.basename(file.path).startswith("zero_pp_rank_") for file in models.values())
     optims = {0: RankFile(parts.settings.source, parts.settings.tree, 0, None)} if parts.settings else {}
-    return Files(path, 3 if is_stage_3 else 1, world if type(world) is int else 1, models, optims)
+    return RunFiles(path, 3 if is_stage_3 else 1, world if type(world) is int else 1, models, optims)
 
 
-def _groups(parts: _Parts, run: Files) -> list[dict[str, tuple[int, ...]]]:
+def _groups(parts: _Parts, run: RunFiles) -> list[dict[str, tuple[int, ...]]]:
     """Return the trained parameters by group; of a model that was cut, those of all its parts."""
     groups: list[dict[str, tuple[int, ...]]] = []
     for (_, rank), file in sorted(parts.models.items()):
@@ -130,7 +130,7 @@ def _groups(parts: _Parts, run: Files) -> list[dict[str, tuple[int, ...]]]:
     return groups
 
 
-def _tree(run: Files, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes) -> dict[Any, Any]:
+def _tree(run: RunFiles, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes) -> dict[Any, Any]:
     """Return the model states with the fp32 weights in the place of the run's own."""
     flat = {name: shape for group in groups for name, shape in group.items()} if run.stage == 3 else {}
     weights = {
@@ -148,7 +148,7 @@ def _tree(run: Files, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes) -
     return {**tree, "module": module_of(run, tree["module"], weights)}
 
 
-def _of_cut_model(run: Files, parts: _Parts, weights: Mapping[str, TensorRef]) -> dict[Any, Any]:
+def _of_cut_model(run: RunFiles, parts: _Parts, weights: Mapping[str, TensorRef]) -> dict[Any, Any]:
     """Return the tree of a model that ranks had parts of: only `zero/` has its parameters whole."""
     own, buffers = attributes(run.facts.get("module")), buffers_of(run)
     known = [name for name in own if name in parts.states]
@@ -176,13 +176,13 @@ def _tensor(file: Checkpoint, shape: tuple[int, ...] | None) -> TensorRef:
         raise Damaged(file.path, "has no tensor, as the files of a universal checkpoint do", hint=HINT)
     if shape is None or tensor.shape == shape:
         return alone(tensor)
-    if len(tensor.shape) != 1 or tensor.numel != numel(shape) or not tensor.is_stretch:
+    if len(tensor.shape) != 1 or tensor.numel != count_of(shape) or not tensor.is_stretch:
         what = f"has shape {list(tensor.shape)}, and the parameter {list(shape)}"
         raise Damaged(file.path, what, hint=HINT)
     return replace(alone(tensor), shape=shape, stride=contiguous_stride(shape))
 
 
-def _optimizer(run: Files, parts: _Parts, groups: Sequence[Shapes]) -> dict[str, Any] | None:
+def _optimizer(run: RunFiles, parts: _Parts, groups: Sequence[Shapes]) -> dict[str, Any] | None:
     """Return the optimizer's state by parameter name."""
     if parts.settings is None:
         return None

@@ -17,12 +17,12 @@ from typing import Any
 from ...checkpoint.optimizer_view import OptimizerView, of_names
 from ...checkpoint.special_tensors import attributes
 from ...errors import Damaged
-from ...inert_pickle.values import Record, in_brief, tensor_of
+from ...inert_pickle.values import Record, has_text_keys, in_brief, tensor_of
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import Storage, TensorRef, extent
+from ...tensors.ref import Storage, TensorRef, count_of
 from ..ranks.agreement import Held, Numbers, require_one, same
-from ..ranks.pieces import Piece, RankFile, Wholes
-from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, of_optimizer, zero_settings
+from ..ranks.pieces import RankFile, RankPiece, Wholes
+from .files import OF_STAGE_3, OF_STAGES_1_AND_2, RunFiles, of_optimizer, zero_settings
 
 Shape = tuple[int, ...]
 # The parameters of a group by name, in the order of the vector.
@@ -33,7 +33,7 @@ ALIGNED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ElementRun:
     """Consecutive elements of a parameter in one rank's part of a vector."""
 
     rank: int  # the rank
@@ -43,20 +43,20 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ZeroSlot:
     """A parameter's place: its group, and its runs on the ranks; a rank without elements has none."""
 
     name: str
     shape: Shape
     group: int
-    runs: tuple[Run, ...]
+    runs: tuple[ElementRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The places of all parameters."""
 
-    slots: tuple[Slot, ...]  # in the order of the groups, and of the vector of each
+    slots: tuple[ZeroSlot, ...]  # in the order of the groups, and of the vector of each
     # rank -> how many elements its part of each group may have. They differ where the end is padding, which
     # some files leave out.
     least: Mapping[int, list[int]]
@@ -88,64 +88,64 @@ def vectors_cut(
     groups: Sequence[Group], paddings: Sequence[Sequence[int]], world_size: int, ranks: Iterable[int]
 ) -> Layout:
     """Return the places of parameters in stages 1 and 2."""
-    slots: list[Slot] = []
+    slots: list[ZeroSlot] = []
     least: dict[int, list[int]] = {rank: [] for rank in ranks}
     most: dict[int, list[int]] = {rank: [] for rank in least}
     for group, listed in enumerate(groups):
         fills = paddings[group] if paddings else [0] * len(listed)
-        total = sum(map(numel, listed.values())) + sum(fills)
+        total = sum(map(count_of, listed.values())) + sum(fills)
         size = -(-total // (ALIGNED * world_size)) * ALIGNED
         for rank in least:
             least[rank].append(min(max(total - rank * size, 0), size))
             most[rank].append(size)
         at = 0
         for (name, shape), fill in zip(listed.items(), fills, strict=True):
-            slots.append(Slot(name, shape, group, tuple(_runs(at, numel(shape), size))))
-            at += numel(shape) + fill
+            slots.append(ZeroSlot(name, shape, group, tuple(_runs(at, count_of(shape), size))))
+            at += count_of(shape) + fill
     return Layout(tuple(slots), least, most)
 
 
-def _runs(at: int, count: int, size: int) -> Iterator[Run]:
+def _runs(at: int, count: int, size: int) -> Iterator[ElementRun]:
     """Yield the runs of `count` elements from number `at` of a vector that is cut every `size` elements."""
     done = 0
     while done < count:
         rank, start = divmod(at + done, size)
         length = min(size - start, count - done)
-        yield Run(rank, done, start, length)
+        yield ElementRun(rank, done, start, length)
         done += length
 
 
 def parameters_cut(groups: Sequence[Group], world_size: int, ranks: Sequence[int]) -> Layout:
     """Return the places of parameters in stage 3."""
-    slots: list[Slot] = []
+    slots: list[ZeroSlot] = []
     sizes: list[int] = []
     for group, listed in enumerate(groups):
         at = 0
         for name, shape in listed.items():
-            slots.append(Slot(name, shape, group, tuple(_shares(numel(shape), at, world_size, ranks))))
-            at += -(-numel(shape) // world_size)
+            slots.append(ZeroSlot(name, shape, group, tuple(_shares(count_of(shape), at, world_size, ranks))))
+            at += -(-count_of(shape) // world_size)
         sizes.append(at)
     every = dict.fromkeys(ranks, sizes)
     return Layout(tuple(slots), every, every)
 
 
-def _shares(count: int, start: int, world_size: int, ranks: Iterable[int]) -> Iterator[Run]:
+def _shares(count: int, start: int, world_size: int, ranks: Iterable[int]) -> Iterator[ElementRun]:
     share = -(-count // world_size)
     for rank in ranks:
         length = min(share, count - rank * share)
         if length > 0:
-            yield Run(rank, rank * share, start, length)
+            yield ElementRun(rank, rank * share, start, length)
 
 
-def joined(wholes: Wholes, slot: Slot, parts: Mapping[int, TensorRef], name: str = "") -> TensorRef:
+def joined(wholes: Wholes, slot: ZeroSlot, parts: Mapping[int, TensorRef], name: str = "") -> TensorRef:
     """Return a parameter, or a momentum of it, from the ranks' parts of a vector; nothing is read."""
     runs = [run for run in slot.runs if run.rank in parts]
-    pieces = [Piece(run.rank, (run.begin,), _cut(parts[run.rank], run)) for run in runs]
+    pieces = [RankPiece(run.rank, (run.begin,), _cut(parts[run.rank], run)) for run in runs]
     dtype = next((part.dtype for part in parts.values()), DTYPES["float32"])
     return alone(wholes.tensor(name or slot.name, dtype, slot.shape, pieces, flat=True))
 
 
-def _cut(part: TensorRef, run: Run) -> TensorRef:
+def _cut(part: TensorRef, run: ElementRun) -> TensorRef:
     if len(part.shape) != 1 or part.numel < run.start + run.count:
         needed = run.start + run.count
         what = f"a part of a parameter has shape {list(part.shape)}, and needs {needed} elements"
@@ -169,10 +169,6 @@ def given_order(names: Sequence[str], world_size: int) -> list[str]:
     return [name for _, name in sorted(zip(places, names, strict=True))]
 
 
-def numel(shape: Shape) -> int:
-    return 0 if 0 in shape else extent(shape)
-
-
 # The optimizer.
 
 
@@ -189,7 +185,7 @@ IN_USE = {
 Names = Sequence[Sequence[str]]
 
 
-def optimizer_of(files: Files, layout: Layout, names: Names, wholes: Wholes) -> dict[str, Any] | None:
+def optimizer_of(files: RunFiles, layout: Layout, names: Names, wholes: Wholes) -> dict[str, Any] | None:
     """Return the optimizer's state by parameter name; `wholes.left` gets what it lacks of the files."""
     wholes.left += _left_out(files)
     by_rank = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
@@ -210,7 +206,7 @@ def optimizer_of(files: Files, layout: Layout, names: Names, wholes: Wholes) -> 
 class _Joining:
     """Joins what the ranks keep of each group into `state`, by parameter name."""
 
-    def __init__(self, files: Files, layout: Layout, wholes: Wholes) -> None:
+    def __init__(self, files: RunFiles, layout: Layout, wholes: Wholes) -> None:
         self.files, self.layout, self.wholes = files, layout, wholes
         self.state: dict[str, dict[str, object]] = {}
         self._numbers = Numbers()
@@ -257,7 +253,7 @@ def _entry(file: RankFile, base: object, group: int) -> dict[str, Any]:
     """Return a rank's state of a group; {} when the optimizer never made a step."""
     states = dict(enumerate(base)) if isinstance(base, list) else attributes(base).get("state")
     entry = states.get(group, {}) if isinstance(states, dict) else None
-    if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
+    if not has_text_keys(entry):
         raise file.damaged(f"has a malformed optimizer state of group {group}")
     return entry
 
@@ -273,7 +269,7 @@ def _copied(value: object) -> object:
     return value
 
 
-def groups_by_name(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
+def groups_by_name(files: RunFiles, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups, which list their parameters by name."""
     first, listed_by = min(bases), {rank: OptimizerView(base).all_groups for rank, base in bases.items()}
     groups, file = listed_by[first], files.optims[first]
@@ -288,12 +284,12 @@ def groups_by_name(files: Files, bases: Mapping[int, Any], names: Names) -> list
     return [{**group, "params": [name for i in group["params"] for name in ordered[i]]} for group in groups]
 
 
-def dealt_out(files: Files) -> bool:
+def dealt_out(files: RunFiles) -> bool:
     """Return whether the vector has the parameters in another order than the optimizer."""
     return files.stage < 3 and zero_settings(files.first).get("round_robin_gradients") is True
 
 
-def _left_out(files: Files) -> Iterator[str]:
+def _left_out(files: RunFiles) -> Iterator[str]:
     """Yield in words what the optimizer's files hold and a merged checkpoint does not."""
     states = next(map(of_optimizer, files.optims.values()), {})
     scaler = states.get("loss_scaler")

@@ -15,7 +15,7 @@ from ...remote.visit import visit
 from ..reading import open as open_any
 from ..reading import open_alone
 from .header import read_header
-from .reading import LONGEST, Link, joined, wrong_base
+from .reading import LONGEST, DeltaLink, joined, wrong_base
 
 Path = str | os.PathLike[str]
 
@@ -61,7 +61,7 @@ def apply(
     with visit():
         first = open_any(base)
         files = [open_alone(name) for name in names]
-    links = [Link(first)]
+    links = [DeltaLink(first)]
     for file in files:
         links.append(joined(links[-1], file, digests=file is files[-1]))
     source = files[-1].source.called("+".join([first.path, *names]))

@@ -6,20 +6,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import Damaged
 from ...files.threads import cut
+from ...lazy import NDArray, np
 from ...tensors.ref import Computed, TensorRef
 from ...tensors.source import ByteRange
 from ...tensors.values import read_into, stretches
 from . import compression
 from .differences import UNSIGNED, BadDifference, largest, unpack
 from .header import BLOCK
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # Places that are read together: 1 MiB of them, of 8 bytes each.
 MANY = 1 << 17
@@ -78,8 +75,6 @@ class Xored:
 
     def make(self, number: int, out: memoryview) -> None:
         """Fill a buffer with a block."""
-        import numpy as np
-
         begin, end = self._places[number : number + 2].tolist()
         fill_values(self.base, number * BLOCK, out)
         if begin == end:
@@ -97,8 +92,6 @@ class Xored:
     @cached_property
     def _places(self) -> NDArray[np.int64]:
         """Where each frame begins, and the end of the last."""
-        import numpy as np
-
         count = -(-self.base.nbytes // BLOCK)
         frames = self.payload.nbytes - 4 * count
         if frames < 0:
@@ -125,8 +118,6 @@ class Patched:
 
     def make(self, number: int, out: memoryview) -> None:
         """Fill a buffer with a block."""
-        import numpy as np
-
         width = self.base.dtype.itemsize
         begin, end = self._starts[number : number + 2].tolist()
         fill_values(self.base, number * BLOCK, out)
@@ -140,8 +131,6 @@ class Patched:
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
         """How many places lie before each block, and all; checks each place."""
-        import numpy as np
-
         starts = np.zeros(-(-self.base.nbytes // BLOCK) + 1, np.int64)
         last = -1
         for begin, count in cut(self.places.numel, MANY):
@@ -156,8 +145,6 @@ class Patched:
         return np.cumsum(starts)
 
     def _read(self, first: int, count: int) -> NDArray[np.int64]:
-        import numpy as np
-
         width = self.places.dtype.itemsize
         raw = np.empty(count, f"<i{width}")
         fill_values(self.places, first * width, _bytes(raw))

@@ -11,12 +11,10 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
+from ...lazy import NDArray, np
 from .header import BLOCK
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     Bytes = NDArray[np.uint8]
     Places = NDArray[np.int64]
 
@@ -42,8 +40,6 @@ def largest(nbytes: int, width: int) -> int:
 
 def few_places(items: NDArray[Any]) -> Places | None:
     """Return where the items lie that are not zero; None if those are many."""
-    import numpy as np
-
     kept = items != 0  # numpy counts and finds booleans much faster
     return np.flatnonzero(kept) if np.count_nonzero(kept) * FEW <= len(items) else None
 
@@ -57,8 +53,6 @@ def packable(changes: NDArray[Any], places: Places | None) -> memoryview:
         changes: unsigned numbers, one for each element.
         places: `few_places` of them.
     """
-    import numpy as np
-
     width = changes.itemsize
     out = _scratch("packable", "u1", largest(BLOCK, width))
     at = _put_gaps(out, 0, places)
@@ -79,8 +73,6 @@ def packable(changes: NDArray[Any], places: Places | None) -> memoryview:
 
 def unpack(raw: bytes, values: NDArray[Any]) -> None:
     """XOR the elements of a base's block in place with a difference. Raises BadDifference."""
-    import numpy as np
-
     reader = _Reader(np.frombuffer(raw, np.uint8))
     places = reader.places(len(values))
     changed = values if places is None else np.zeros(len(places), values.dtype)
@@ -95,8 +87,6 @@ def unpack(raw: bytes, values: NDArray[Any]) -> None:
 
 def _xor_plane(values: NDArray[Any], number: int, places: Places | None, items: Bytes) -> None:
     """XOR one byte of each element, or of those at some places, in place."""
-    import numpy as np
-
     if places is not None:
         values.view("u1")[number :: values.itemsize][places] ^= items
         return
@@ -112,8 +102,6 @@ def _put_gaps(out: Bytes, at: int, places: Places | None) -> int:
 
     A gap is as many bytes of 255 as go into it, and the rest as one byte.
     """
-    import numpy as np
-
     begin = at + SIZE.size
     if places is None:
         end = begin
@@ -146,8 +134,6 @@ class _Reader:
 
     def places(self, count: int) -> Places | None:
         """Return which of `count` items were not left out; None if none was."""
-        import numpy as np
-
         (size,) = SIZE.unpack(self.take(SIZE.size).data)
         if not size:
             return None
@@ -161,8 +147,6 @@ class _Reader:
 
 def _scratch(name: str, kind: str, count: int) -> NDArray[Any]:
     """Return memory of this thread, which is used again: new pages cost more than what is done in them."""
-    import numpy as np
-
     kept: dict[tuple[str, str], NDArray[Any]] = _of_thread.__dict__.setdefault("scratch", {})
     if (name, kind) not in kept or len(kept[name, kind]) < count:
         kept[name, kind] = np.empty(count, kind)

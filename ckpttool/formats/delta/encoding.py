@@ -19,6 +19,7 @@ from ...files.digest import PIECE
 from ...files.pieces import MOST_THREADS, Buffers, Progress
 from ...files.spool import Spool
 from ...files.threads import cores, cut, map_pieces
+from ...lazy import np
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from ...tensors.source import ByteRange
@@ -26,7 +27,7 @@ from ...tensors.values import require_bounded
 from . import compression
 from .blocks import fill_values
 from .differences import UNSIGNED, few_places, packable
-from .header import BLOCK, NEW, SAME, SPARSE, XOR, Entry
+from .header import BLOCK, NEW, SAME, SPARSE, XOR, DeltaEntry
 
 INT32 = 1 << 31  # elements that places of four bytes can name
 PLACES = {4: "int32", 8: "int64"}
@@ -40,7 +41,7 @@ _of_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class DeltaPair:
     """A tensor, and the one of the base that it is compared with, of the same type and size."""
 
     name: str
@@ -54,14 +55,14 @@ class Encoded:
     """The tensors of a delta, whose bytes lie in temporary files or in the newer checkpoint."""
 
     tensors: dict[str, TensorRef] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, DeltaEntry] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Task:
     """A pair at work. Blocks that several threads compare may still make what is no longer wanted."""
 
-    pair: Pair
+    pair: DeltaPair
     wants_xor: bool
     wants_sparse: bool
     place: int  # bytes of a place
@@ -104,7 +105,7 @@ class Encoder:
         self._frames, self._places, self._values = (_Growing(path) for _ in range(3))
         self._buffers = Buffers()
 
-    def encode(self, pairs: Mapping[str, Pair], progress: Progress) -> Encoded:
+    def encode(self, pairs: Mapping[str, DeltaPair], progress: Progress) -> Encoded:
         """Return all of them in their smallest forms, in the given order."""
         self._taken.update(pairs)
         for piece, found in map_pieces(self._work, self._pieces(pairs), cores(MOST_THREADS), AHEAD):
@@ -117,7 +118,7 @@ class Encoder:
                 self._choose(piece.task)
         return self.made
 
-    def _pieces(self, pairs: Mapping[str, Pair]) -> Iterator[_Piece]:
+    def _pieces(self, pairs: Mapping[str, DeltaPair]) -> Iterator[_Piece]:
         for pair in pairs.values():
             require_bounded(pair.name, pair.new)
             has_base, width = pair.base is not None, 4 if pair.new.numel <= INT32 else 8
@@ -152,8 +153,6 @@ class Encoder:
         return value.digest()
 
     def _differing(self, piece: _Piece, new: memoryview, base: memoryview) -> _Block:
-        import numpy as np
-
         task, crc = piece.task, crc32(base)
         values, before = (np.frombuffer(each, UNSIGNED[task.pair.new.dtype.itemsize]) for each in (new, base))
         before ^= values
@@ -208,7 +207,7 @@ class Encoder:
         base, crc = (None, 0) if kind == NEW else (pair.base_name, task.base_crc32)
         sums = {name: crc32 for name, (_, crc32) in parts.items()}
         digest, new = hashlib.sha256(b"".join(task.digests)).hexdigest(), pair.new
-        entry = Entry(kind, new.dtype, new.shape, task.crc32, digest, sums, base, crc)
+        entry = DeltaEntry(kind, new.dtype, new.shape, task.crc32, digest, sums, base, crc)
         self.made.entries[pair.name] = entry
         for growing in (self._frames, self._places, self._values):
             growing.begin()

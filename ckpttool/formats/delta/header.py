@@ -42,7 +42,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DeltaEntry:
     """How one tensor is kept.
 
     Attributes:
@@ -103,7 +103,7 @@ class Header:
     tree: str
     full: bool
     metadata: Mapping[str, str]
-    tensors: Mapping[str, Entry] = field(repr=False)
+    tensors: Mapping[str, DeltaEntry] = field(repr=False)
 
     @property
     def whole(self) -> str:
@@ -208,7 +208,7 @@ def _digest(value: Any) -> str:
     return value
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any) -> DeltaEntry:
     said = _object(value)
     kind, parts, shape = _text(said.get("as")), _object(said.get("in")), said.get("shape")
     dtype = DTYPES.get(_text(said.get("dtype")))
@@ -223,7 +223,7 @@ def _entry(name: str, value: Any) -> Entry:
     if PARTS.get(kind) != len(parts) or not all(map(_is_crc, sums)) or (kind == NEW) != (base is None):
         raise BadHeader(f"has a malformed entry for '{name[:80]}'")
     of_base = () if base is None else (_text(base), sums[-1])
-    return Entry(kind, dtype, tuple(shape), sums[0], digest, parts, *of_base)
+    return DeltaEntry(kind, dtype, tuple(shape), sums[0], digest, parts, *of_base)
 
 
 def _is_crc(value: object) -> bool:

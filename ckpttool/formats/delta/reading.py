@@ -19,7 +19,7 @@ from ...system import join
 from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.source import ByteRange
 from . import compression
-from .header import ENTRY, NEW, SAME, TREE, XOR, Entry, Header, is_delta, read_header
+from .header import ENTRY, NEW, SAME, TREE, XOR, DeltaEntry, Header, is_delta, read_header
 
 NAME = "delta"  # the format of what is made of a base and deltas
 LONGEST = 64  # deltas one after another
@@ -29,7 +29,7 @@ Tensors = Mapping[str, TensorRef]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeltaLink:
     """A checkpoint of a chain, and what its delta takes of the one before it.
 
     Attributes:
@@ -80,7 +80,7 @@ def chained(name: str, first: Checkpoint, deltas: Sequence[str], open_file: Open
     files = [*reversed(files), *map(open_file, deltas)]
     if len(files) > LONGEST + 1:
         raise Unreadable(name, f"is a chain of more than {LONGEST} deltas", hint=_shorter(name))
-    link = Link(files[0])
+    link = DeltaLink(files[0])
     for file in files[1:]:
         link = joined(link, file)
     sources = tuple(source for file in files for source in file.sources)
@@ -104,10 +104,8 @@ def _with_bases(file: Checkpoint, open_file: Open) -> Iterator[Checkpoint]:
         yield file
 
 
-class BaseMissing(Unreadable):
+class BaseMissing(Unreadable, kind="base-missing"):
     """The base of a delta does not lie beside it."""
-
-    kind = "base-missing"
 
 
 def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
@@ -121,7 +119,7 @@ def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
     return open_file(path)
 
 
-def joined(below: Link, file: Checkpoint, *, digests: bool = False) -> Link:
+def joined(below: DeltaLink, file: Checkpoint, *, digests: bool = False) -> DeltaLink:
     """Return the checkpoint that a delta makes of another, no value of which is read.
 
     Args:
@@ -143,7 +141,7 @@ def joined(below: Link, file: Checkpoint, *, digests: bool = False) -> Link:
     tree, protocol = full_json.decode_entry(file.path, made, file.metadata.get(TREE, ""), TREE)
     kept = header.metadata
     new = Checkpoint(file.source, NAME, tree, protocol, kept, full=header.full)
-    return Link(new, tuple(tensors.taken))
+    return DeltaLink(new, tuple(tensors.taken))
 
 
 def wrong_base(base: str, delta: str, header: Header, what: str) -> Refused:
@@ -170,12 +168,12 @@ class _Tensors:
         self.of_base, self.prefix = base_tensors(base)
         self.of_file: dict[str, TensorRef] = dict(file.tensors())
 
-    def made(self, name: str, entry: Entry) -> TensorRef:
+    def made(self, name: str, entry: DeltaEntry) -> TensorRef:
         """Return one of them, which reads nothing yet."""
         tensor = self._made(name, entry)
         return entry.over(replace(tensor.storage, digest=entry.digest)) if self.digests else tensor
 
-    def _made(self, name: str, entry: Entry) -> TensorRef:
+    def _made(self, name: str, entry: DeltaEntry) -> TensorRef:
         parts = [self._part(name, part, crc32) for part, crc32 in entry.parts.items()]
         if entry.kind == NEW:
             self._require(name, parts[0], entry.dtype.name, entry.shape)
@@ -188,7 +186,7 @@ class _Tensors:
         kind = entry.dtype.kind
         return entry.over(Storage(make(name, entry, base, parts), kind, crc32=entry.crc32, origins=origins))
 
-    def _xored(self, name: str, entry: Entry, base: TensorRef, parts: list[TensorRef]) -> Computed:
+    def _xored(self, name: str, entry: DeltaEntry, base: TensorRef, parts: list[TensorRef]) -> Computed:
         from .blocks import Xored, computed
 
         payload = parts[0].data
@@ -197,7 +195,7 @@ class _Tensors:
         make = Xored(name, base, payload).make
         return computed(self.file.path, entry.nbytes, make, partial(compression.require, self.file.path))
 
-    def _patched(self, name: str, entry: Entry, base: TensorRef, parts: list[TensorRef]) -> Computed:
+    def _patched(self, name: str, entry: DeltaEntry, base: TensorRef, parts: list[TensorRef]) -> Computed:
         from .blocks import Patched, computed
 
         places, values = parts
@@ -216,7 +214,7 @@ class _Tensors:
         if (part.dtype.name, part.shape) != (dtype, shape):
             raise Damaged(self.file.path, f"'{name[:80]}' is kept in a tensor of another type or shape")
 
-    def _base(self, name: str, entry: Entry) -> TensorRef:
+    def _base(self, name: str, entry: DeltaEntry) -> TensorRef:
         """Return the base's tensor in the form of the new one, with the checksum that it should have."""
         recorded, prefix = entry.base or "", self.header.base.prefix
         wanted = self.prefix + recorded.removeprefix(prefix) if recorded.startswith(prefix) else recorded
@@ -238,7 +236,7 @@ class _Tensors:
         return wrong_base(self.base.path, self.file.path, self.header, what)
 
 
-def _summed(tensor: TensorRef, entry: Entry) -> Storage:
+def _summed(tensor: TensorRef, entry: DeltaEntry) -> Storage:
     """Return a storage that holds the values of a tensor and nothing else, in their order."""
     old, kind, crc32 = tensor.storage, entry.dtype.kind, entry.base_crc32
     if not tensor.is_stretch:

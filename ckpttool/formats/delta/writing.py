@@ -28,9 +28,9 @@ from ..saving.destination import Saved, format_of_name
 from ..saving.saving import save
 from ..strangers import unwritable
 from . import compression
-from .encoding import INT32, Encoded, Encoder, Pair
-from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Entry, Header, digest_of_tree
-from .reading import NAME, Link, base_tensors, joined
+from .encoding import INT32, DeltaPair, Encoded, Encoder
+from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, DeltaEntry, Header, digest_of_tree
+from .reading import NAME, DeltaLink, base_tensors, joined
 
 VLLM = "vllm"
 
@@ -140,7 +140,9 @@ def delta(
         return Delta(saved, counted, newer.nbytes, digest, lacks)
 
 
-Made = tuple[Checkpoint, Mapping[str, Entry], str | None]  # the file, what it says, the newer one's digest
+Made = tuple[
+    Checkpoint, Mapping[str, DeltaEntry], str | None
+]  # the file, what it says, the newer one's digest
 
 
 def _delta(job: _Job) -> Made:
@@ -206,14 +208,14 @@ def _name_of(base: Checkpoint) -> str:
     return os.path.basename(place.rstrip("/") if is_url(place) else os.path.abspath(place))
 
 
-def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str, prefix: str) -> Pair:
+def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str, prefix: str) -> DeltaPair:
     """Return a tensor with that of the base which has its name in the model's state, or in the file."""
     names = [prefix + name.removeprefix(own)] if name.startswith(own) else []
     for other in (*names, name):
         base = of_base.get(other)
         if base is not None and (base.dtype, base.nbytes) == (new.dtype, new.nbytes):
-            return Pair(name, new, base, other)
-    return Pair(name, new)
+            return DeltaPair(name, new, base, other)
+    return DeltaPair(name, new)
 
 
 def _patch(job: _Job, where: str | None) -> Made:
@@ -234,14 +236,14 @@ def _patch(job: _Job, where: str | None) -> Made:
             raise Refused(job.new.path, f"'{name[:80]}' is {kind.name}, a type that safetensors lacks")
         if new[name].numel > INT32:
             raise Refused(job.new.path, f"'{name[:80]}' has places that int32 can't name")
-    pairs = {name: Pair(name, new[name], old[name], name) for name in new}
+    pairs = {name: DeltaPair(name, new[name], old[name], name) for name in new}
     made = _encoded(job, pairs, frozenset((SAME, SPARSE)))
     shapes = {name: entry.shape for name, entry in made.entries.items() if entry.kind == SPARSE}
     texts = {"shapes": json.dumps(shapes, ensure_ascii=False, separators=(",", ":"))}
     return _file(job.new.source, made, OF_TORCH | texts), made.entries, None
 
 
-def _encoded(job: _Job, pairs: Mapping[str, Pair], ways: frozenset[str]) -> Encoded:
+def _encoded(job: _Job, pairs: Mapping[str, DeltaPair], ways: frozenset[str]) -> Encoded:
     """Encode tensors. Raises Damaged where what was read has another checksum than its file states."""
     compared = pairs if job.compares else {}
     new = [(name, pair.new.storage) for name, pair in compared.items() if not _is_whole(pair.new)]
@@ -284,7 +286,7 @@ def _require_unchanged(before: Mapping[str, object], after: Mapping[str, object]
 def _require_same(job: _Job, path: str) -> None:
     """Apply what was written, and compare what comes of it with what was meant."""
     with open_alone(path) as file:
-        made = joined(Link(job.base), file, digests=True).checkpoint
+        made = joined(DeltaLink(job.base), file, digests=True).checkpoint
         with Checksums(made, made.storages()) as checksums:
             if checksums.damaged(job.progress):
                 raise Refused(path, "does not make the newer checkpoint: report this, with both files")

@@ -21,7 +21,7 @@ from ..strangers import checkpoints_inside
 from .fast_path import StorageForm
 from .inflating import Inflating, require_known_method, text_of
 from .tensor_pickle import ZIP_PARTS, read_torch_pickle
-from .zip_reader import Record, read_directory
+from .zip_reader import ZipRecord, read_directory
 from .zip_writer import STORED
 
 PICKLE = "/data.pkl"
@@ -63,7 +63,7 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return f"{self.root}/{name}" in self.records
 
-    def record(self, name: str) -> Record:
+    def record(self, name: str) -> ZipRecord:
         """Return a record by its name under the root."""
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
@@ -157,7 +157,7 @@ class Archive:
         return order
 
 
-def _root(source: Source, records: dict[str, Record]) -> str:
+def _root(source: Source, records: dict[str, ZipRecord]) -> str:
     """The folder of `data.pkl`."""
     # Nearly all records are storages, `<root>/data/<key>`; those looked up are next to that folder.
     top = [name for name in records if "/data/" not in name and name.count("/") == 1]

@@ -22,7 +22,7 @@ from ...tensors.source import Source
 from ..json_objects import parse_object
 from .archive import Archive
 from .inflating import Inflating, text_of
-from .zip_reader import Record, first_name, read_directory
+from .zip_reader import ZipRecord, first_name, read_directory
 
 NAME = "torch-export"
 FIRST = re.compile(
@@ -98,7 +98,7 @@ class Package:
             raise Damaged(source.path, f"has the byte order {order[:20]!r}")
         self.byteorder = order.decode()
 
-    def record(self, name: str) -> Record:
+    def record(self, name: str) -> ZipRecord:
         if name not in self.records:
             raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
         return self.records[name]

@@ -19,7 +19,7 @@ from ...inert_pickle.opcodes import uint4
 from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_, in_brief
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import MAX_BYTES, Storage, TensorRef, extent, is_count
-from .templates import FORM, MOST_FORMS, NUMBER, TENSOR, Template
+from .templates import FORM, MOST_FORMS, NUMBER, TENSOR, OpcodeTemplate
 
 UNTYPED = Global("torch.storage", "UntypedStorage")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
@@ -254,7 +254,7 @@ class TensorPattern:
             return None
         storage = StorageForm(kind.name, location, numel, numel * dtype.itemsize)
         tensor = dtype, shape, stride, offset, match["grad"] == b"\x88"
-        template, digits = Template(match), len(match["key"])
+        template, digits = OpcodeTemplate(match), len(match["key"])
         head = template.head + digits.to_bytes(4, "little")
         parts = (head, len(head), len(head) + digits, *template.numbers)
         return _Form(parts, kind, storage, tensor)

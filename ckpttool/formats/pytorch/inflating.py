@@ -16,7 +16,7 @@ from ...files.crc32 import crc32_of
 from ...files.pieces import BUFFER
 from ...files.spool import Spool
 from ...tensors.source import ByteRange, Source
-from .zip_reader import Record
+from .zip_reader import ZipRecord
 from .zip_writer import DEFLATED, STORED
 
 # All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is more.
@@ -38,12 +38,12 @@ class Inflating:
         self.source = source
         self.spool: Spool | None = None
 
-    def data(self, record: Record) -> ByteRange:
+    def data(self, record: ZipRecord) -> ByteRange:
         """Return where the bytes of a record are, inflated if they were compressed."""
         require_known_method(self.source, record)
         return self._inflate(record) if record.compression == DEFLATED else record.data
 
-    def _inflate(self, record: Record) -> ByteRange:
+    def _inflate(self, record: ZipRecord) -> ByteRange:
         """Inflate a record into the temporary file, and return where its bytes are."""
         if self.spool is None:
             self.spool = Spool(self.source.path)
@@ -56,7 +56,7 @@ class Inflating:
         return ByteRange(self.spool.source, start, record.size)
 
 
-def require_known_method(source: Source, record: Record) -> None:
+def require_known_method(source: Source, record: ZipRecord) -> None:
     """Raise Unsupported for a record that is compressed in another way than torch and numpy do."""
     if record.compression not in (STORED, DEFLATED):
         what = f"is compressed in a way that is not read here (method {record.compression})"
@@ -64,7 +64,7 @@ def require_known_method(source: Source, record: Record) -> None:
         raise Unsupported(source.path, f"its record '{record.name[:80]}' {what}", hint=hint)
 
 
-def text_of(source: Source, record: Record) -> bytes:
+def text_of(source: Source, record: ZipRecord) -> bytes:
     """Return the bytes of a small record, a pickle or a text."""
     require_known_method(source, record)
     if record.compression == DEFLATED:
@@ -78,7 +78,7 @@ def text_of(source: Source, record: Record) -> bytes:
     return data
 
 
-def is_intact(source: Source, record: Record) -> bool | None:
+def is_intact(source: Source, record: ZipRecord) -> bool | None:
     """Read a record; return whether it matches its checksum, None where the directory states none."""
     if record.crc32 is None:
         return None
@@ -91,7 +91,7 @@ def is_intact(source: Source, record: Record) -> bool | None:
     return crc32_of(record.data.chunks(buffer)) == record.crc32
 
 
-def _inflated(source: Source, record: Record) -> Iterator[bytes]:
+def _inflated(source: Source, record: ZipRecord) -> Iterator[bytes]:
     """Yield the contents of a compressed record in pieces of at most CHUNK bytes."""
     name = record.name
     unlike = f"does not inflate to exactly {record.size} bytes: it is cut short or damaged"

@@ -25,7 +25,7 @@ PUTS = [group for group in range(KEY + 1, TENSOR.groups + 1) if group not in GRO
 MOST_FORMS = 4096  # that are remembered: honest files have a few dozen
 
 
-class Template:
+class OpcodeTemplate:
     """The opcodes of all tensors of one form: they differ in the storage's key and the places in the memo."""
 
     __slots__ = ("count", "head", "numbers")

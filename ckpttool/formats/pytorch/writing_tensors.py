@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from ...tensors.ref import Storage, TensorRef
-from .templates import MOST_FORMS, TENSOR, Template
+from .templates import MOST_FORMS, TENSOR, OpcodeTemplate
 
 UINT4 = struct.Struct("<I").pack
 
@@ -26,7 +26,7 @@ class WrittenTensors:
 
     def __init__(self, key_of: Callable[[Storage], str]) -> None:
         self.key_of = key_of
-        self.templates: dict[tuple[object, ...], Template] = {}
+        self.templates: dict[tuple[object, ...], OpcodeTemplate] = {}
 
     def written(self, tensor: TensorRef, index: int) -> tuple[bytes, int] | None:
         """Return a tensor's opcodes, and how many values they put into the memo; None for a new form."""
@@ -52,7 +52,7 @@ class WrittenTensors:
                 index += 1
             else:  # one of an optimizer's
                 named = b"h%c" % place if place < 256 else b"j%b" % UINT4(place)
-            # Template.written, inlined: a call for each of 100,000.
+            # OpcodeTemplate.written, inlined: a call for each of 100,000.
             key, (base, step, size, count) = key_of(tensor.storage).encode(), template.numbers
             tail = (base + index * step).to_bytes(size, "little")
             opcodes.append(b"%b%b%c\0\0\0%b%b" % (named, template.head, len(key), key, tail))
@@ -64,6 +64,6 @@ class WrittenTensors:
         """Take what was written of a tensor for others of its form, unless it holds more than a template."""
         match = TENSOR.fullmatch(opcodes)
         if match and len(self.templates) < MOST_FORMS:
-            template = Template(match)
+            template = OpcodeTemplate(match)
             if template.written(match["key"], index) == opcodes:
                 self.templates[LIKE(tensor)] = template

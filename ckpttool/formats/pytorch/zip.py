@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.pickled_modules import BadModules, Parts, named
+from ...checkpoint.pickled_modules import BadModules, ModuleParts, named
 from ...errors import Damaged, Refused, Unsupported
 from ...files.copying import Output
 from ...inert_pickle.values import Global, OrderedDict_, Record, TooDeep, tensor_of
@@ -132,7 +132,7 @@ class _Modules:
         self.archive = archive
         self.classes: dict[str, dict[Global, Declared]] = {}
 
-    def parts(self, module: object) -> Parts:
+    def parts(self, module: object) -> ModuleParts:
         """Return the tensors and modules of one module."""
         declared = self.declared(module)
         if declared is None or not isinstance(module, Record) or not isinstance(module.state, dict):
@@ -144,7 +144,7 @@ class _Modules:
         tensors = {name: value for name, value in present.items() if name in declared.parameters}
         tensors |= {name: value for name, value in present.items() if name in listed}
         inside = {name: value for name, value in present.items() if self.declared(value) is not None}
-        return Parts(tensors, inside)
+        return ModuleParts(tensors, inside)
 
     def declared(self, value: object) -> Declared | None:
         """Return what a value's class declares; None when the value is not a module."""

@@ -34,7 +34,7 @@ MANY = 512  # entries that are read together
 WIDE_PLACE = struct.pack("<HH", ZIP64_EXTRA, 8)  # the beginning of an extra field that holds a place alone
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """One record."""
 
     name: str

@@ -14,7 +14,7 @@ from operator import add, le
 
 from ...errors import Damaged, Unsupported
 from ...tensors.source import ByteRange
-from .zip_entries import UNREADABLE, Entries, Entry, Record, have_all, in_columns, rows, widened
+from .zip_entries import UNREADABLE, Entries, Entry, ZipRecord, have_all, in_columns, rows, widened
 from .zip_writer import DESCRIPTOR, FULL16, FULL32, Signature
 
 LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
@@ -23,9 +23,9 @@ LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
 WINDOW = 1 << 15
 
 
-def seen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> dict[str, Record]:
+def seen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> dict[str, ZipRecord]:
     """Find each record's bytes by its local header, which must agree with the central directory."""
-    records: dict[str, Record] = {}
+    records: dict[str, ZipRecord] = {}
     end, before = 0, ""
     for block in blocks:
         found = _alike(place, block, end, limit) or _one_by_one(place, block, end, limit, before)
@@ -35,7 +35,7 @@ def seen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> dic
     return records
 
 
-def _alike(place: ByteRange, block: Entries, end: int, limit: int) -> list[Record] | None:
+def _alike(place: ByteRange, block: Entries, end: int, limit: int) -> list[ZipRecord] | None:
     """Return records whose headers say the same in the same words, if all is well with them; else None."""
     headers, raw_names, names, flags, methods, crcs, packed, sizes = block
     named = len(raw_names[0])
@@ -64,12 +64,12 @@ def _alike(place: ByteRange, block: Entries, end: int, limit: int) -> list[Recor
     starts = map(place.offset.__add__, begins)
     data = map(partial(tuple.__new__, ByteRange), zip(repeat(place.source), starts, packed))
     stated = [crc or None for crc in crcs] if 0 in crcs else crcs
-    return [*map(partial(tuple.__new__, Record), zip(names, data, sizes, stated, methods, strict=True))]
+    return [*map(partial(tuple.__new__, ZipRecord), zip(names, data, sizes, stated, methods, strict=True))]
 
 
-def _one_by_one(place: ByteRange, block: Entries, end: int, limit: int, before: str) -> list[Record]:
+def _one_by_one(place: ByteRange, block: Entries, end: int, limit: int, before: str) -> list[ZipRecord]:
     """Return the record of each entry; refuse the first that is wrong."""
-    records: list[Record] = []
+    records: list[ZipRecord] = []
     unpack, fixed, source, base = LOCAL_HEADER.unpack_from, LOCAL_HEADER.size, place.source, place.offset
     window, start = b"", 0
     for header, raw_name, name, flags, method, crc, packed, size in rows([block]):
@@ -95,7 +95,7 @@ def _one_by_one(place: ByteRange, block: Entries, end: int, limit: int, before: 
         end, before = data + packed, name
         if end > limit:
             raise Damaged(place.path, f"its record '{name[:80]}' runs past the end of the records")
-        records.append(Record(name, ByteRange(source, base + data, packed), size, crc or None, method))
+        records.append(ZipRecord(name, ByteRange(source, base + data, packed), size, crc or None, method))
     return records
 
 
@@ -107,14 +107,14 @@ LONGEST_HEADER = LOCAL_HEADER.size + 2 * FULL16
 DESCRIPTORS = (16, 24, 12, 20)
 
 
-def unseen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> dict[str, Record]:
+def unseen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> dict[str, ZipRecord]:
     """Find each record's bytes by where the next one begins; its local header is checked when they are read.
 
     The headers lie all over a file, and each would be a request of its own where it is not on this machine.
     """
     listed = [*rows(blocks)]
     ends = [*(entry[0] for entry in listed[1:]), limit]
-    records: dict[str, Record] = {}
+    records: dict[str, ZipRecord] = {}
     for entry, end in zip(listed, ends, strict=True):
         header, raw_name, name, flags, method, crc, packed, size = entry
         least = header + LOCAL_HEADER.size + len(raw_name)
@@ -128,7 +128,7 @@ def unseen_records(place: ByteRange, blocks: Iterable[Entries], limit: int) -> d
         data = ByteRange(place.source, place.offset + start, packed)
         check = partial(_check_header, place, entry, start)
         place.source.guard(data.offset, packed, place.offset + header, check)
-        records[name] = Record(name, data, size, crc or None, method)
+        records[name] = ZipRecord(name, data, size, crc or None, method)
     return records
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from ...errors import Damaged, Unsupported
 from ...tensors.source import ByteRange, Source
-from .zip_entries import Record as Record
+from .zip_entries import ZipRecord as ZipRecord
 from .zip_entries import entries, in_columns, rows
 from .zip_headers import LOCAL_HEADER, seen_records, unseen_records
 from .zip_writer import END, END64, FULL16, FULL32, LOCATOR64, Signature
@@ -32,7 +32,7 @@ def first_name(head: bytes) -> str:
 
 def read_directory(
     source: Source, place: ByteRange | None = None, *, folded: bool = True
-) -> dict[str, Record]:
+) -> dict[str, ZipRecord]:
     """Return every record of a zip file by name, in the order of its central directory.
 
     With `folded`, names that differ in the case of letters alone count as the same.

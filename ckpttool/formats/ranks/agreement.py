@@ -12,7 +12,7 @@ from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
 from ...tensors.values import MAX_EXPANSION, in_pieces, stream
 from .pieces import RankFile
-from .sharded_values import Sharded
+from .sharded_values import ShardedValue
 
 # The most bytes of a tensor that `same` reads although its checksum is known.
 SMALL = 1 << 16
@@ -104,7 +104,7 @@ class Numbers:
         """Return the number in a value, NaN and infinities included; None where there is none."""
         if isinstance(value, int | float):
             return value
-        if isinstance(value, Sharded) and len(value.pieces) == 1:
+        if isinstance(value, ShardedValue) and len(value.pieces) == 1:
             value = value.pieces[0][1]
         tensor = tensor_of(value)
         if tensor is None or tensor.numel != 1 or tensor.dtype.name not in (*CODES, "bfloat16"):
@@ -146,7 +146,7 @@ def require_one(what: str, held: Sequence[Held], numbers: Numbers, *, hint: str 
 
 
 def _is_unshown(value: object, number: Number | None) -> bool:
-    return number is None and (tensor_of(value) is not None or isinstance(value, Sharded))
+    return number is None and (tensor_of(value) is not None or isinstance(value, ShardedValue))
 
 
 def _shown(value: object, number: Number | None) -> str:

@@ -17,7 +17,7 @@ from ...checkpoint.optimizer_view import OptimizerView
 from ...checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ...errors import Refused
 from ...inert_pickle.values import Global, Record, remade, tensor_of, walk
-from ...tensors.chunks import Part, assembled
+from ...tensors.chunks import TensorPart, assembled
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Computed, TensorRef, contiguous_stride
 
@@ -48,7 +48,7 @@ class Shards:
         offset = whole.offset + (begin * whole.stride[0] if 0 not in shape else 0)
         view = replace(whole, shape=shape, offset=offset, requires_grad=False)
         if not view.is_stretch:
-            return assembled(name, self.path, view.dtype, shape, [Part((0,) * len(shape), view)])
+            return assembled(name, self.path, view.dtype, shape, [TensorPart((0,) * len(shape), view)])
         old = whole.storage
         where = {"location": old.location, "byteorder": old.byteorder}
         return TensorRef.of_bytes(view.data, view.dtype, shape, old, **where)

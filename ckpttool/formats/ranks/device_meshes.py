@@ -46,7 +46,7 @@ class Mesh:
         return " x ".join(f"{name} {size}".strip() for name, size in zip(names, self.sizes, strict=True))
 
 
-class Work:
+class WorkBound:
     """Bounds the steps that a file's descriptions cost by its bytes: their fields multiply, and repeat."""
 
     def __init__(self, source: Source) -> None:
@@ -63,7 +63,7 @@ class BadMesh(Exception):
     """The description of a mesh is malformed; the message says how."""
 
 
-def read_mesh(value: object, work: Work) -> Mesh:
+def read_mesh(value: object, work: WorkBound) -> Mesh:
     """Return a pickled DeviceMesh as one rank sees it."""
     if not isinstance(value, Record) or not value.type_name.endswith(".DeviceMesh"):
         raise BadMesh("is none")
@@ -168,7 +168,7 @@ def _is_counts(value: object) -> TypeGuard[Sequence[int]]:
 Intervals = list[tuple[int, int]]
 
 
-def share(intervals: Intervals, ranks: int, at: int, chunks: int, work: Work) -> Intervals:
+def share(intervals: Intervals, ranks: int, at: int, chunks: int, work: WorkBound) -> Intervals:
     """Return the share of one rank of an index set, as `torch.chunk` cuts it."""
     size = sum(stop - start for start, stop in intervals)
     work.spend(min(size, chunks) * len(intervals))
@@ -192,7 +192,9 @@ def _between(intervals: Intervals, start: int, stop: int) -> Iterator[tuple[int,
         before += last - first
 
 
-def boxes(local: TensorRef, index_sets: Sequence[Intervals], work: Work) -> Iterator[tuple[Index, TensorRef]]:
+def boxes(
+    local: TensorRef, index_sets: Sequence[Intervals], work: WorkBound
+) -> Iterator[tuple[Index, TensorRef]]:
     """Cut a rank's values into boxes of the whole: each is begin and values."""
     work.spend(64 * (math.prod(map(len, index_sets)) - 1))  # a box takes about 300 bytes of memory
     if all(len(intervals) == 1 for intervals in index_sets):

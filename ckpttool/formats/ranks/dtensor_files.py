@@ -33,7 +33,7 @@ from .agreement import step_of
 from .device_meshes import Mesh
 from .merge_trees import merged
 from .pieces import Candidates, RankFile, RankFiles, Take, Wholes, in_order, require_rank, whole_of
-from .sharded_values import DTENSOR, Sharded, unless_sharded
+from .sharded_values import DTENSOR, ShardedValue, unless_sharded
 
 DTENSORS, FSDP, COPIES = "dtensor-ranks", "fsdp-ranks", "rank-copies"
 
@@ -75,7 +75,7 @@ class _Facts:
     """What one file says of its rank."""
 
     file: Checkpoint  # the file
-    first: Sharded | None  # the first of its sharded tensors; None when it has none
+    first: ShardedValue | None  # the first of its sharded tensors; None when it has none
     mesh: Mesh | None  # the largest device mesh in it
     # how many ranks there were: a tensor may lie on a part of them, whose mesh says no more, so it is the
     # most that a tensor or the file's name says; None when nothing says it.
@@ -179,12 +179,12 @@ def _joined(wholes: Wholes, runs: Runs, others: Mapping[str, Sequence[_Facts]]) 
 
 
 def _facts(file: Checkpoint) -> _Facts:
-    sharded: list[Sharded] = []
+    sharded: list[ShardedValue] = []
     nbytes = 0
     for path, value in file.named(unless_sharded):
         if tensor := tensor_of(value):
             nbytes += tensor.nbytes
-        elif isinstance(value, Sharded):
+        elif isinstance(value, ShardedValue):
             if path and path[-1].endswith(FLAT):
                 what = f"is FSDP's LOCAL_STATE_DICT: '{dotted(path)[:80]}' is a run of flattened parameters"
                 hint = "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, which have them"

@@ -23,7 +23,7 @@ from ...remote.places import names_in
 from ...system import join
 from ...tensors.ref import TensorRef
 from ..json_objects import parse_object
-from .pieces import MAX_RANKS, Candidates, Piece, Take, Wholes, whole_of
+from .pieces import MAX_RANKS, Candidates, RankPiece, Take, Wholes, whole_of
 
 NAME = "safetensors-ranks"
 
@@ -52,11 +52,11 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     _require_all_files(path, placed)
     there = {rank for rank, _, _ in placed}
     missing = tuple(sorted({*range(max(there))} - there))
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[RankPiece]] = {}
     nbytes: Counter[int] = Counter()
     for (rank, _, _), file in sorted(placed.items()):
         for name, tensor, begin in _pieces(file):
-            pieces.setdefault(name, []).append(Piece(rank, begin, tensor))
+            pieces.setdefault(name, []).append(RankPiece(rank, begin, tensor))
             nbytes[rank] += tensor.nbytes
     wholes = Wholes(path, missing)
     tree = OrderedDict_((name, _whole(path, wholes, name, found)) for name, found in pieces.items())
@@ -99,7 +99,7 @@ def _pieces(file: Checkpoint) -> Iterator[tuple[str, TensorRef, tuple[int, ...]]
         yield name, tensor, begin
 
 
-def _whole(path: str, wholes: Wholes, name: str, pieces: list[Piece]) -> TensorRef:
+def _whole(path: str, wholes: Wholes, name: str, pieces: list[RankPiece]) -> TensorRef:
     first = pieces[0].tensor
     for piece in pieces:
         if len(piece.begin) != len(first.shape):

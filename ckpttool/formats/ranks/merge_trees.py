@@ -13,8 +13,8 @@ from ...errors import Damaged, Refused
 from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
 from ...tensors.ref import TensorRef
 from .agreement import STEPS, Held, Numbers, require_one, same
-from .pieces import Piece, RankFile, Wholes
-from .sharded_values import Sharded, unless_sharded
+from .pieces import RankFile, RankPiece, Wholes
+from .sharded_values import ShardedValue, unless_sharded
 
 Path = tuple[object, ...]
 
@@ -53,7 +53,7 @@ class _SideBySide:
         values: list[Any] = [item.value for item in places]
         if path and path[-1] in STEPS:
             self._require_one_number(path, places)
-        if any(isinstance(value, Sharded) for value in values):
+        if any(isinstance(value, ShardedValue) for value in values):
             return self._whole(path, places)
         if any(tensor_of(value) is not None for value in values):
             return self._replicated(path, places)
@@ -96,7 +96,7 @@ class _SideBySide:
     def _require_holders(self, path: Path, places: list[Held], holders: list[Held]) -> None:
         """Check that no rank lacks a tensor of which it has a part; stages of a pipeline have their own."""
         first = holders[0]
-        if len(holders) < len(places) and isinstance(first.value, Sharded):
+        if len(holders) < len(places) and isinstance(first.value, ShardedValue):
             ranks = first.value.ranks - {place.file.rank for place in holders}
             if lacking := next((place.file for place in places if place.file.rank in ranks), None):
                 raise Damaged(lacking.path, f"lacks {_quoted(path)}, of which {first.file.path} has a piece")
@@ -115,16 +115,16 @@ class _SideBySide:
     def _whole(self, path: Path, places: list[Held]) -> TensorRef:
         """Join a sharded tensor."""
         quoted, pieces = _quoted(path), []
-        first = next(place.value for place in places if isinstance(place.value, Sharded))
+        first = next(place.value for place in places if isinstance(place.value, ShardedValue))
         for file, piece in places:
-            if not isinstance(piece, Sharded):
+            if not isinstance(piece, ShardedValue):
                 raise Damaged(file.path, f"has no piece of {quoted}, and other ranks have")
             if (piece.shape, piece.dtype) != (first.shape, first.dtype):
                 forms = f"as {_form(piece)}, and rank {first.rank} as {_form(first)}"
                 raise Damaged(file.path, f"has a piece of {quoted} {forms}")
             if piece.rank != file.rank:
                 raise Damaged(file.path, f"has pieces of rank {file.rank} and of rank {piece.rank}: {quoted}")
-            pieces += [Piece(piece.rank, begin, tensor) for begin, tensor in piece.pieces]
+            pieces += [RankPiece(piece.rank, begin, tensor) for begin, tensor in piece.pieces]
         return self._wholes.tensor(_name(path), first.dtype, first.shape, pieces)
 
     def _replicated(self, path: Path, places: list[Held]) -> object:
@@ -138,7 +138,7 @@ class _SideBySide:
             if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
                 there = places[0].file.path
                 raise Damaged(file.path, f"{quoted} is {_form(tensor)}, and {_form(first)} in {there}")
-            pieces.append(Piece(file.rank, (0,) * len(tensor.shape), tensor))
+            pieces.append(RankPiece(file.rank, (0,) * len(tensor.shape), tensor))
         if first is None or len(pieces) == 1:
             return places[0].value
         whole = self._wholes.tensor(_name(path), first.dtype, first.shape, pieces)
@@ -193,7 +193,7 @@ def _with(places: list[Held], values: Iterable[object]) -> list[Held]:
 def _sharded_in(path: Path, place: Held) -> dict[str, None]:
     """Return the names of the sharded tensors within a value."""
     named = named_values(place.value, unless_sharded, MAX_NAMES + 64 * place.file.source.size)
-    names = (dotted((*map(in_brief, path), *at)) for at, value in named if isinstance(value, Sharded))
+    names = (dotted((*map(in_brief, path), *at)) for at, value in named if isinstance(value, ShardedValue))
     return dict.fromkeys(names)
 
 
@@ -205,7 +205,7 @@ def _quoted(path: Path) -> str:
     return f"'{_name(path)[:80]}'"
 
 
-def _form(tensor: TensorRef | Sharded) -> str:
+def _form(tensor: TensorRef | ShardedValue) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 

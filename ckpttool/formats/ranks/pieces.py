@@ -4,7 +4,7 @@ The reader of a framework finds the files of a run and the pieces in them; every
 
     run = in_order(files)                       # one world size, no rank twice; those missing are named
     wholes = Wholes(path, run.missing, run.world_size, take_rank)
-    tensor = wholes.tensor(name, dtype, shape, [Piece(rank, begin, ref), …])
+    tensor = wholes.tensor(name, dtype, shape, [RankPiece(rank, begin, ref), …])
 
 A piece is a box within the tensor: `begin` is its first index in each dimension, the shape of `ref` its size.
 Where a tensor was flattened before it was cut (ZeRO, FlatParameter), a piece is a run of the flattened
@@ -28,7 +28,7 @@ from ...errors import Damaged, Unreadable, UsageFault
 from ...files.open_source import allow_open_files
 from ...remote.places import open_source_at, prepare
 from ...tensors.checked import BadTensor
-from ...tensors.chunks import Index, Part, assembled
+from ...tensors.chunks import Index, TensorPart, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import Computed, TensorRef, contiguous_stride, extent
 from ...tensors.source import Source
@@ -68,7 +68,7 @@ class RankFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RankPiece:
     """A piece of a tensor that one rank wrote."""
 
     rank: int  # who wrote it
@@ -146,13 +146,13 @@ class Wholes:
     _of_several: set[int] = field(default_factory=set)
 
     def tensor(
-        self, name: str, dtype: DType, shape: Index, pieces: Sequence[Piece], *, flat: bool = False
+        self, name: str, dtype: DType, shape: Index, pieces: Sequence[RankPiece], *, flat: bool = False
     ) -> TensorRef:
         """Return a whole tensor; nothing is read yet."""
         key = dtype.name, shape, flat, tuple((piece.rank, piece.begin, piece.tensor.view) for piece in pieces)
         if key not in self._made:
             grid = (0 if 0 in shape else extent(shape),) if flat else shape
-            boxes: dict[tuple[Index, Index], list[Piece]] = {}
+            boxes: dict[tuple[Index, Index], list[RankPiece]] = {}
             for piece in pieces:
                 _check(name, dtype, grid, piece)
                 if piece.tensor.numel:
@@ -171,7 +171,7 @@ class Wholes:
         if id(tensor) in self._of_several:
             self.replicated.append(name)
 
-    def _joined(self, name: str, dtype: DType, grid: Index, parts: Sequence[Part]) -> TensorRef:
+    def _joined(self, name: str, dtype: DType, grid: Index, parts: Sequence[TensorPart]) -> TensorRef:
         if len(parts) == 1 and parts[0].tensor.shape == grid and not parts[0].copies:
             return replace(parts[0].tensor, requires_grad=False)
         try:
@@ -181,11 +181,11 @@ class Wholes:
                 raise Damaged(self.path, str(fault)) from None
             return with_gaps(self.path, dtype, grid, self.missing, self.world_size)
 
-    def _part(self, replicas: list[Piece]) -> Part:
+    def _part(self, replicas: list[RankPiece]) -> TensorPart:
         replicas = sorted(replicas, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
         replicas = replicas if self.take_rank is None else replicas[:1]
         first, *copies = (piece.tensor for piece in replicas)
-        return Part(replicas[0].begin, first, tuple(copies), tuple(piece.rank for piece in replicas))
+        return TensorPart(replicas[0].begin, first, tuple(copies), tuple(piece.rank for piece in replicas))
 
 
 def with_gaps(
@@ -200,7 +200,7 @@ def with_gaps(
     return TensorRef.of_bytes(data, dtype, shape)
 
 
-def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:
+def _check(name: str, dtype: DType, grid: Index, piece: RankPiece) -> None:
     """Check a piece by itself."""
     tensor, path = piece.tensor, piece.tensor.storage.data.path
     here = f"its piece of '{name[:80]}'"

@@ -6,8 +6,8 @@ dimension, which is kept here as a list of intervals.
 A ShardedTensor states where its pieces begin. Sources: torch's `distributed/tensor/placement_types.py`,
 `_dtensor_spec.py` and `distributed/_shard/sharded_tensor/api.py`.
 
-A pickled DTensor takes 2.6 kB, a `Sharded` with its piece 0.6 kB: `with_pieces` puts the one in the other's
-place before the next rank's file is read.
+A pickled DTensor takes 2.6 kB, a `ShardedValue` with its piece 0.6 kB: `with_pieces` puts the one in the
+other's place before the next rank's file is read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brie
 from ...tensors.dtypes import DType
 from ...tensors.ref import MAX_AXES, TensorRef, is_count
 from ...tensors.source import Source
-from .device_meshes import MAX_CHUNKS, BadMesh, Intervals, Mesh, Work, boxes, read_mesh, share
+from .device_meshes import MAX_CHUNKS, BadMesh, Intervals, Mesh, WorkBound, boxes, read_mesh, share
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardedValue:
     """What one rank's file has of a tensor that lies on several ranks."""
 
     kind: str  # `DTensor` or `ShardedTensor`
@@ -47,11 +47,11 @@ class ShardedValues:
     """Reads the sharded tensors of one file."""
 
     def __init__(self, source: Source) -> None:
-        self.path, self._work, self._name = source.path, Work(source), ""
+        self.path, self._work, self._name = source.path, WorkBound(source), ""
         self._meshes: dict[int, Mesh] = {}
         self._numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def read(self, name: str, value: object) -> Sharded | None:
+    def read(self, name: str, value: object) -> ShardedValue | None:
         """Return what a value has of a sharded tensor; None when it is anything else."""
         subclass = _subclass(value)
         if subclass is None:
@@ -80,7 +80,7 @@ class ShardedValues:
 
     # DTensor
 
-    def _dtensor(self, dtype: DType, shape: tuple[int, ...], state: Mapping[object, object]) -> Sharded:
+    def _dtensor(self, dtype: DType, shape: tuple[int, ...], state: Mapping[object, object]) -> ShardedValue:
         local, spec = tensor_of(state.get("_local_tensor")), attributes(state.get("_spec"))
         placements = spec.get("placements")
         if local is None or not isinstance(placements, tuple | list):
@@ -97,7 +97,7 @@ class ShardedValues:
         self._require_shape(local, sizes, "placement")
         places = boxes(local, index_sets, self._work) if local.numel else ()
         pieces = tuple((self._once(begin), piece) for begin, piece in places)
-        return Sharded(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
+        return ShardedValue(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
 
     def _cuts(self, placements: Sequence[object], dims: int, stated: object) -> dict[int, dict[int, int]]:
         """Return each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting."""
@@ -144,7 +144,7 @@ class ShardedValues:
 
     # ShardedTensor
 
-    def _sharded_tensor(self, dtype: DType, shape: tuple[int, ...], state: object) -> Sharded:
+    def _sharded_tensor(self, dtype: DType, shape: tuple[int, ...], state: object) -> ShardedValue:
         match state:
             case (list() as shards, metadata, process_group, *_):
                 group = attributes(process_group)
@@ -160,7 +160,7 @@ class ShardedValues:
         owners = [owner for placement in placements if is_count(owner := placement.get("_rank"))]
         if len(owners) < len(listed):
             raise self._malformed()
-        return Sharded(SHARDED_TENSOR, dtype, shape, rank, world, frozenset(owners), pieces)
+        return ShardedValue(SHARDED_TENSOR, dtype, shape, rank, world, frozenset(owners), pieces)
 
     def _shard(self, shard: Mapping[object, object]) -> tuple[tuple[int, ...], TensorRef]:
         place = attributes(shard.get("metadata"))
@@ -182,11 +182,11 @@ def _order_of(entry: object) -> tuple[int | None, list[int]]:
 
 def unless_sharded(value: object) -> Iterable[Entry] | None:
     """Return the entries of a container as `contents`; None for a sharded tensor."""
-    return None if isinstance(value, Sharded) or _subclass(value) else contents(value)
+    return None if isinstance(value, ShardedValue) or _subclass(value) else contents(value)
 
 
 def with_pieces(file: Checkpoint) -> Checkpoint:
-    """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor."""
+    """Put what a file has of each sharded tensor, a `ShardedValue`, in the place of the tensor."""
     reader, names = ShardedValues(file.source), dict[int, str]()
     for path, value in file.named(unless_sharded):
         if _subclass(value):

@@ -22,7 +22,7 @@ from ...transforms.conforming.search import search
 from ...transforms.mapping.applying import apply, config_of
 from ...transforms.mapping.builtin import maps
 from ...transforms.mapping.matching import matched
-from ...transforms.mapping.rules import Rules
+from ...transforms.mapping.rules import MapRules
 from ...transforms.optimizer.rekey import to_names
 from ...transforms.selection import drop
 from .fit import Aim, Blueprint, Case, Fit, Remedy, shortened
@@ -39,7 +39,7 @@ def mapped(case: Case) -> Iterator[Remedy]:
 
 
 def _by(
-    checkpoint: Checkpoint, rules: Rules, flags: tuple[str, ...], config: Callable[[], Mapping[str, Any]]
+    checkpoint: Checkpoint, rules: MapRules, flags: tuple[str, ...], config: Callable[[], Mapping[str, Any]]
 ) -> Iterator[Remedy]:
     """Yield a map as it is, then after what its optimizers need."""
     with suppress(CkptToolError):
@@ -57,7 +57,7 @@ def _preceded(by: Remedy, step: Remedy) -> Remedy:
     return replace(by, first=(step,), apply=lambda checkpoint: by.apply(step.apply(checkpoint)))
 
 
-def _changed(rules: Rules, config: Callable[[], Mapping[str, Any]], checkpoint: Checkpoint) -> Checkpoint:
+def _changed(rules: MapRules, config: Callable[[], Mapping[str, Any]], checkpoint: Checkpoint) -> Checkpoint:
     return apply(checkpoint, rules, config=config())[0]
 
 

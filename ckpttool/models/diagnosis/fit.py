@@ -15,7 +15,7 @@ from ...checkpoint.special_tensors import UNINITIALISED, SpecialTensor
 from ...checkpoint.state import State
 from ...checkpoint.states import COUNTER
 from ...tensors.ref import TensorRef
-from ...transforms.conforming.modules import Place, places_of
+from ...transforms.conforming.modules import StateEntry, places_of
 from ...words import counted, in_short
 from .blocks import unequal_counts
 from .script_lines import command_line
@@ -33,7 +33,7 @@ SHOWN = 3  # names in a message, which counts the rest
 class Blueprint:
     """The names, shapes and types of a model's state dict."""
 
-    places: Mapping[str, Place]  # in the order of `state_dict()`
+    places: Mapping[str, StateEntry]  # in the order of `state_dict()`
     parameters: tuple[str, ...]  # in the order in which optimizers number them; () where it is not known
     norms: tuple[str, ...]  # paths of the BatchNorm layers of any kind
 
@@ -49,11 +49,11 @@ class Blueprint:
         """Return the blueprint of a live module. Imports torch."""
         from torch.nn.modules.batchnorm import _NormBase
 
-        places: dict[str, Place] = {}
+        places: dict[str, StateEntry] = {}
         first: dict[tuple[object, ...], str] = {}
         for name, value in model.state_dict(keep_vars=True).items():
             shape, dtype = _shape(value), str(getattr(value, "dtype", "")).removeprefix("torch.")
-            places[name] = Place(shape, dtype, first.setdefault(_memory(name, value), name))
+            places[name] = StateEntry(shape, dtype, first.setdefault(_memory(name, value), name))
         norms = tuple(path for path, module in model.named_modules() if isinstance(module, _NormBase))
         return cls(places, tuple(name for name, _ in model.named_parameters()), norms)
 
@@ -156,7 +156,7 @@ def compare(state: State, blueprint: Blueprint) -> Fit:
     )
 
 
-def _differs(tensor: TensorRef, place: Place) -> tuple[str, str] | None:
+def _differs(tensor: TensorRef, place: StateEntry) -> tuple[str, str] | None:
     """Return both shapes, or both dtypes, if a tensor can't be copied to its place in the model."""
     if place.shape is None:
         return None

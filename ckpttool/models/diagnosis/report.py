@@ -70,7 +70,7 @@ class Diagnosis:
     python: str | None = None
 
 
-class Report:
+class TreatmentReport:
     """Write a treatment as commands, each of which reads what the one before it wrote."""
 
     def __init__(

@@ -23,7 +23,7 @@ from ...inert_pickle.values import walk
 from ...transforms import selection
 from . import dialects, name_remedies, value_remedies
 from .fit import Aim, Blueprint, Case, Finder, Fit, Rebuild, Remedy, Treatment, compare, is_same_architecture
-from .report import Diagnosis, Problem, Report, free_output
+from .report import Diagnosis, Problem, TreatmentReport, free_output
 from .script_lines import command_line
 
 # From certain to guessed: earlier ones are tried first.
@@ -66,7 +66,7 @@ def diagnose(
 ) -> Diagnosis:
     """Find out why a checkpoint does not load into a model."""
 
-    def of_whole(part: Part) -> Diagnosis:
+    def of_whole(part: PartialFile) -> Diagnosis:
         with part.opened() as whole:
             if whole is None:
                 return part.diagnosis(checkpoint, None, aim)
@@ -93,7 +93,7 @@ def diagnose(
     loads = not case.fit.distance or accepts(case.state)
     # Whoever does not know that the state has to be named does not load it.
     is_default = state is not None or best == 0
-    report = Report(checkpoint, case, treatments[best], aim, loads and is_default)
+    report = TreatmentReport(checkpoint, case, treatments[best], aim, loads and is_default)
     return report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
 
 
@@ -232,7 +232,7 @@ ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:optim|mode
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialFile:
     """A file that is a part of a whole."""
 
     kind: str
@@ -267,24 +267,26 @@ class Part:
         return Diagnosis(part.path, part.format, below.state, False, Fit(), problems, then, below.python)
 
 
-def named_part(path: str) -> Part | None:
+def named_part(path: str) -> PartialFile | None:
     """Return what a file that does not fit is a part of, by its name and what lies next to it."""
     folder, name = os.path.dirname(path) or ".", os.path.basename(path)
     if rank := ZERO.fullmatch(name):
-        return Part("one-rank", f"the file is what rank {int(rank[1])} of a DeepSpeed run wrote", folder)
+        return PartialFile(
+            "one-rank", f"the file is what rank {int(rank[1])} of a DeepSpeed run wrote", folder
+        )
     piece = piece_of(path)
     if piece is None:
         return None
     is_shard = piece.what.startswith("shard")
     kind, message = "one-shard" if is_shard else "one-slice", f"the file is {piece.what}"
-    return Part(kind, message, folder if is_shard else "", piece.way)
+    return PartialFile(kind, message, folder if is_shard else "", piece.way)
 
 
-def rank_s_pieces(checkpoint: Checkpoint, where: str | None) -> Part | None:
+def rank_s_pieces(checkpoint: Checkpoint, where: str | None) -> PartialFile | None:
     """Return what a file with pieces of tensors is a part of; None if its tensors are whole."""
     folder = os.path.dirname(checkpoint.path) or "."
     if SHARDING in checkpoint.metadata:
-        return Part("one-rank", "the file holds one rank's pieces of tensors", folder)
+        return PartialFile("one-rank", "the file holds one rank's pieces of tensors", folder)
     state = checkpoint.found_state() if where is None else checkpoint.state(where)
     pieces = {name: like for name, like in (state.likes if state else {}).items() if like.is_piece}
     if not pieces:
@@ -293,4 +295,4 @@ def rank_s_pieces(checkpoint: Checkpoint, where: str | None) -> Part | None:
     rank = re.search(r"rank \d+ of \d+", like.form)
     whose = f"the file is {rank[0]}" if rank else "the file is of one rank"
     count = f"{len(pieces)} of its tensors are pieces" if len(pieces) > 1 else "a tensor of it is a piece"
-    return Part("one-rank", f"{whose}: {count}, such as '{name[:80]}' ({like})", folder)
+    return PartialFile("one-rank", f"{whose}: {count}, such as '{name[:80]}' ({like})", folder)

@@ -13,10 +13,10 @@ from ...errors import Damaged, Unreadable, already_exists
 from ...files.failures import naming
 from ...files.threads import cut
 from ..patience import SLOWEST, Patience
-from ..store import TRAFFIC, Entry, Facts, Missing, Progress, changed
+from ..store import TRAFFIC, Facts, ListedEntry, Missing, Progress, changed
 from ..waiting import Unanswered, interruptible
 from .errors import named, status_of
-from .settings import UPLOADING, Settings, connected, settings_of
+from .settings import UPLOADING, BucketSettings, connected, settings_of
 from .uploads import BACK, upload
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Bucket:
             raise Damaged(self.shown(key), f"{len(data)} bytes came where {nbytes} were asked for")
         return data
 
-    def entries(self, folder: str) -> list[Entry]:
+    def entries(self, folder: str) -> list[ListedEntry]:
         """Return what is in a folder. Raises Unreadable if more than MOST_KEYS keys had to be listed."""
         files: dict[str, Facts] = {}
         folders: set[str] = set()
@@ -106,8 +106,8 @@ class Bucket:
                 files[name] = _facts(object)
         # So has an empty object of a sub-folder's name: the library takes the slash away.
         return [
-            *(Entry(name, facts) for name, facts in files.items() if facts.size or name not in folders),
-            *(Entry(name, None) for name in folders),
+            *(ListedEntry(name, facts) for name, facts in files.items() if facts.size or name not in folders),
+            *(ListedEntry(name, None) for name in folders),
         ]
 
     def put(self, files: Mapping[str, str], *, replace: bool, progress: Progress | None = None) -> None:
@@ -177,7 +177,7 @@ class Bucket:
             raise already_exists(self.shown(key))
 
     @cached_property
-    def _settings(self) -> Settings:
+    def _settings(self) -> BucketSettings:
         return settings_of(self._scheme)
 
     @cached_property

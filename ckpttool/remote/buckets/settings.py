@@ -23,7 +23,7 @@ METADATA = "http://169.254.169.254"  # where the machines of all three answer, a
 METADATA_SECONDS = 1.0
 
 
-class Settings(NamedTuple):
+class BucketSettings(NamedTuple):
     """How a bucket is reached. Never show one: it holds credentials."""
 
     config: dict[str, Any]
@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
 
 def connected(
-    scheme: str, name: str, settings: Settings, patience: Patience, *, writes: bool
+    scheme: str, name: str, settings: BucketSettings, patience: Patience, *, writes: bool
 ) -> S3Store | GCSStore | AzureStore:
     """Return the library's store. Raises obstore's errors, or ValueError, for settings that it rejects."""
     from obstore.store import AzureStore, GCSStore, S3Store
@@ -74,7 +74,7 @@ def _retries(patience: Patience) -> dict[str, Any]:
     }
 
 
-def settings_of(scheme: str) -> Settings:
+def settings_of(scheme: str) -> BucketSettings:
     """Return the settings for all buckets of a scheme: `s3`, `gs` or `az`.
 
     The library itself reads what its own documentation lists, such as AWS_ACCESS_KEY_ID, AWS_REGION,
@@ -89,7 +89,7 @@ def _set(*names: str) -> str:
     return next((value for value in map(os.environ.get, names) if value), "")
 
 
-def _amazon() -> Settings:
+def _amazon() -> BucketSettings:
     profile = _profile()
     config: dict[str, Any] = {}
     if endpoint := _set("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") or profile.get(
@@ -99,7 +99,7 @@ def _amazon() -> Settings:
     if region := _set("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region"):
         config["region"] = region
     if _set("AWS_SKIP_SIGNATURE").lower() in ("1", "true"):
-        return Settings(config, False)
+        return BucketSettings(config, False)
     found_by_library = (
         "AWS_ACCESS_KEY_ID",
         "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -107,16 +107,16 @@ def _amazon() -> Settings:
         "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     )
     if _set(*found_by_library):
-        return Settings(config, True)
+        return BucketSettings(config, True)
     if "aws_access_key_id" in profile:
         names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
         config |= {name: profile[name] for name in names if name in profile}
-        return Settings(config, True)
+        return BucketSettings(config, True)
     if {"sso_session", "sso_start_url", "role_arn", "credential_process"} & profile.keys():
-        return Settings(config, True, _boto3())
+        return BucketSettings(config, True, _boto3())
     if _set("AWS_EC2_METADATA_DISABLED").lower() != "true" and _is_amazon_role():
-        return Settings(config, True)
-    return Settings({**config, "skip_signature": True}, False)
+        return BucketSettings(config, True)
+    return BucketSettings({**config, "skip_signature": True}, False)
 
 
 def _profile() -> dict[str, str]:
@@ -187,26 +187,26 @@ def _answer(place: str, method: str, path: str, headers: dict[str, str]) -> str:
     return ""
 
 
-def _google() -> Settings:
+def _google() -> BucketSettings:
     if emulator := _set("STORAGE_EMULATOR_HOST"):
         address = emulator if "://" in emulator else f"http://{emulator}"
-        return Settings({"base_url": address, "skip_signature": True}, False)
+        return BucketSettings({"base_url": address, "skip_signature": True}, False)
     if _set("GOOGLE_SKIP_SIGNATURE").lower() in ("1", "true"):
-        return Settings({}, False)
+        return BucketSettings({}, False)
     named = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
     if _set(*named, "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN"):
-        return Settings({}, True)
+        return BucketSettings({}, True)
     folder = _set("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
     login = os.path.join(folder, "application_default_credentials.json")
     if os.path.isfile(login):
-        return Settings({"application_credentials": login}, True)
+        return BucketSettings({"application_credentials": login}, True)
     account = "/computeMetadata/v1/instance/service-accounts/default/email"
     if _answer(METADATA, "GET", account, {"Metadata-Flavor": "Google"}):
-        return Settings({}, True)
-    return Settings({"skip_signature": True}, False)
+        return BucketSettings({}, True)
+    return BucketSettings({"skip_signature": True}, False)
 
 
-def _azure() -> Settings:
+def _azure() -> BucketSettings:
     config: dict[str, Any] = {}
     if connection := _set("AZURE_STORAGE_CONNECTION_STRING"):
         config = _connection(connection)
@@ -222,10 +222,10 @@ def _azure() -> Settings:
         *("AZURE_STORAGE_USE_EMULATOR", "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT"),
     )
     if {"account_key", "sas_key"} & config.keys() or _set(*found_by_library):
-        return Settings(config, True)
+        return BucketSettings(config, True)
     if _answer(METADATA, "GET", "/metadata/instance?api-version=2021-02-01", {"Metadata": "true"}):
-        return Settings(config, True)
-    return Settings({**config, "skip_signature": True}, False)
+        return BucketSettings(config, True)
+    return BucketSettings({**config, "skip_signature": True}, False)
 
 
 def _connection(text: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Sent:
         return f"{together.hexdigest()}-{len(self.digests)}"
 
 
-class Stopped(BaseException):
+class UploadStopped(BaseException):
     """The upload was given up; raised where the library asks for the next bytes."""
 
 
@@ -110,12 +110,12 @@ def _put_parts(
         # An error here, whatever its type, makes the library abort the upload and then raise it.
         for piece in _pieces(file, size, sent):
             if stop.is_set():
-                raise Stopped
+                raise UploadStopped
             yield piece
             handed_over.put(len(piece))
         started(before_end).result()  # in a thread of its own: in this one the library does not call itself
         if stop.is_set():
-            raise Stopped
+            raise UploadStopped
         handed_over.put(None)
 
     def put() -> None:

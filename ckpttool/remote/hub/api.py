@@ -21,10 +21,8 @@ NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 MOST_PAGES = 1000  # of one listing
 
 
-class NoEntry(Missing):
+class NoEntry(Missing, kind="no-entry"):
     """The repository and its revision are there, the file or folder is not."""
-
-    kind = "no-entry"
 
 
 class About(NamedTuple):

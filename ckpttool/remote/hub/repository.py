@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ...errors import Unreadable
 from ..patience import Patience
-from ..store import Bytes, Entry, Facts, Missing, Progress, changed
+from ..store import Bytes, Facts, ListedEntry, Missing, Progress, changed
 from ..web.transport import Response, Transport
 from .api import About, authorization, endpoint, is_offline, offline, refused
 from .tree import Commit, look
@@ -133,9 +133,9 @@ class Repository:
             raise changed(self.shown(key))
         return self._bytes(key, facts, offset, offset + nbytes)
 
-    def entries(self, folder: str) -> list[Entry]:
+    def entries(self, folder: str) -> list[ListedEntry]:
         """Return what is directly in a folder: no request more, unless the repository has very many files."""
-        return [Entry(name, facts) for name, facts in self._commit().folder(folder).items()]
+        return [ListedEntry(name, facts) for name, facts in self._commit().folder(folder).items()]
 
     def put(self, files: Mapping[str, str], *, replace: bool, progress: Progress | None = None) -> None:
         """Upload files in one commit to the branch: all of them appear, or none.

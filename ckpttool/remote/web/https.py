@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from ...errors import Unreadable, UsageFault
 from ..patience import Patience
-from ..store import Bytes, Entry, Facts, Progress
+from ..store import Bytes, Facts, ListedEntry, Progress
 from .transport import Transport
 
 REFUSED = "ask its owner for a link that is signed and has not expired"  # the hint where access is
@@ -55,7 +55,7 @@ class Https:
             raise Unreadable(shown, what, hint="download it first")
         self.transport.download(self._url(key), file, shown=shown, expected=facts).checked(shown, REFUSED)
 
-    def entries(self, folder: str) -> list[Entry] | None:
+    def entries(self, folder: str) -> list[ListedEntry] | None:
         """Return None: HTTP has no listing."""
         return None
 

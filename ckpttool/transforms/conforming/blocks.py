@@ -16,10 +16,10 @@ from functools import cache
 from itertools import pairwise
 
 from .layers import Doubts, Match, Solution, Tangle, alone, solve
-from .modules import Block, Module, Parts, by_numbers, counted, pattern
+from .modules import Module, ModuleBlock, Parts, by_numbers, counted, pattern
 from .ways import Unit
 
-Pairs = list[tuple[Block, Block]]
+Pairs = list[tuple[ModuleBlock, ModuleBlock]]
 TOP = ""  # the scope of what lies in no repeated block
 
 
@@ -40,11 +40,11 @@ class Search:
     tangles: list[tuple[str, Tangle]] = field(default_factory=list)
     left: list[Module] = field(default_factory=list)
     right: list[Module] = field(default_factory=list)
-    uneven: list[tuple[list[Block], list[Block]]] = field(default_factory=list)
+    uneven: list[tuple[list[ModuleBlock], list[ModuleBlock]]] = field(default_factory=list)
     trusted: dict[object, tuple[list[Parts], list[Parts]]] = field(default_factory=dict)
     _solved: dict[object, tuple[list[Module], Solution]] = field(default_factory=dict)
 
-    def pair(self, left: Block, right: Block, scope: str = TOP) -> None:
+    def pair(self, left: ModuleBlock, right: ModuleBlock, scope: str = TOP) -> None:
         """Match everything below two blocks."""
         left, right = _unwrapped(left), _unwrapped(right)
         taken: set[int] = set()
@@ -71,7 +71,7 @@ class Search:
         ):
             self.trusted.setdefault((pattern(left[0]), pattern(right[0])), (left, right))
 
-    def _classes(self, left: Block, right: Block, taken: set[int]) -> Iterator[Pairs]:
+    def _classes(self, left: ModuleBlock, right: ModuleBlock, taken: set[int]) -> Iterator[Pairs]:
         """Yield the pairs of blocks below two, the largest blocks first; `taken` has what lies in them."""
         sides = [_by_total(left), _by_total(right)]
         for total in sorted(sides[0].keys() & sides[1].keys(), reverse=True):
@@ -113,7 +113,7 @@ def _moved(units: Iterable[Unit], here: dict[int, Module]) -> tuple[Unit, ...]:
     return tuple(Unit(unit.parts, tuple(here[id(member)] for member in unit.members)) for unit in units)
 
 
-def _unwrapped(block: Block) -> Block:
+def _unwrapped(block: ModuleBlock) -> ModuleBlock:
     """Return the first block below a chain of modules that hold nothing else."""
     while len(block.children) == 1 and block.module is None:
         (inner,) = block.children.values()
@@ -123,7 +123,7 @@ def _unwrapped(block: Block) -> Block:
     return block
 
 
-def _composites(block: Block) -> Iterator[Block]:
+def _composites(block: ModuleBlock) -> Iterator[ModuleBlock]:
     """Yield the composite blocks below one, outer ones first; of a chain of blocks the innermost."""
     waiting = [*reversed(block.children.values())]
     while waiting:
@@ -133,21 +133,21 @@ def _composites(block: Block) -> Iterator[Block]:
         waiting += reversed(inner.children.values())
 
 
-def _by_total(block: Block) -> dict[int, list[Block]]:
-    groups: dict[int, list[Block]] = defaultdict(list)
+def _by_total(block: ModuleBlock) -> dict[int, list[ModuleBlock]]:
+    groups: dict[int, list[ModuleBlock]] = defaultdict(list)
     for inner in _composites(block):
         groups[inner.total].append(inner)
     return groups
 
 
-def _all_below(block: Block) -> Iterator[Block]:
+def _all_below(block: ModuleBlock) -> Iterator[ModuleBlock]:
     waiting = [block]
     while waiting:
         yield (inner := waiting.pop())
         waiting += reversed(inner.children.values())
 
 
-def _outermost(blocks: Sequence[Block], taken: set[int]) -> list[Block]:
+def _outermost(blocks: Sequence[ModuleBlock], taken: set[int]) -> list[ModuleBlock]:
     """Return the blocks that lie in none of the others and are not taken."""
     inside: set[int] = set()
     found = []
@@ -166,11 +166,11 @@ def _taking(pairs: Pairs, taken: set[int]) -> Pairs:
     return pairs
 
 
-def _uncovered(block: Block, taken: set[int]) -> Iterator[Module]:
+def _uncovered(block: ModuleBlock, taken: set[int]) -> Iterator[Module]:
     return (each.module for each in _all_below(block) if each.module is not None and id(each) not in taken)
 
 
-def _aligned(left: list[Block], right: list[Block], cut: tuple[int, int]) -> Pairs:
+def _aligned(left: list[ModuleBlock], right: list[ModuleBlock], cut: tuple[int, int]) -> Pairs:
     """Return which of several blocks belong together; [] where nothing tells."""
     if len(left) != len(right) or not left:
         return []
@@ -185,17 +185,17 @@ def _aligned(left: list[Block], right: list[Block], cut: tuple[int, int]) -> Pai
     return [(left[a], right[b]) for a, b in zip(*orders, strict=True)]
 
 
-def _is_stack(blocks: Sequence[Block]) -> bool:
+def _is_stack(blocks: Sequence[ModuleBlock]) -> bool:
     return len(blocks) == 1 or by_numbers([block.parts for block in blocks]) is not None
 
 
-def _stacks(block: Block, taken: set[int]) -> dict[int, list[list[Block]]]:
+def _stacks(block: ModuleBlock, taken: set[int]) -> dict[int, list[list[ModuleBlock]]]:
     """Return the outermost runs of blocks that one number tells apart, by their length."""
-    groups: dict[object, list[Block]] = defaultdict(list)
+    groups: dict[object, list[ModuleBlock]] = defaultdict(list)
     for inner in _composites(block):
         if id(inner) not in taken:
             groups[pattern(inner.parts)].append(inner)
-    found: dict[int, list[list[Block]]] = defaultdict(list)
+    found: dict[int, list[list[ModuleBlock]]] = defaultdict(list)
     inside: set[int] = set()
     for blocks in groups.values():
         order = by_numbers([each.parts for each in blocks]) if len(blocks) > 1 else None

@@ -17,19 +17,19 @@ from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, Us
 from ...formats.reading import File
 from ...formats.reading import open as open_checkpoint
 from ...inert_pickle.values import walk
-from ...tensors.chunks import Part, assembled
+from ...tensors.chunks import TensorPart, assembled
 from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType
 from ...tensors.ref import Computed, TensorRef
 from ...tensors.values import same_values
 from ...words import counted
 from ..mapping.applying import apply
-from ..mapping.rules import Rules
+from ..mapping.rules import MapRules
 from ..quantization.recognise import require_unpacked
 from ..selection import replace_state
-from .modules import Module, Place, Places, places_of
+from .modules import Module, Places, StateEntry, places_of
 from .numbering import require_order
-from .rules import Row, as_rules, rows
-from .search import Found, is_shared, search
+from .rules import RuleRow, as_rules, rows
+from .search import SearchResult, is_shared, search
 from .values import Values, differing
 
 SHOWN = 4  # names or candidates in a message, which counts the rest
@@ -57,8 +57,8 @@ class Conformed:
         also: dotted paths of copies of the state, such as an average, that were changed too.
     """
 
-    table: tuple[Row, ...] = field(metadata={"json": False})
-    rules: Rules = field(metadata={"json": False})
+    table: tuple[RuleRow, ...] = field(metadata={"json": False})
+    rules: MapRules = field(metadata={"json": False})
     renamed: Mapping[str, str] = field(metadata={"json": False})
     dropped: tuple[str, ...] = ()
     untied: tuple[str, ...] = ()
@@ -189,7 +189,7 @@ def _matched(
     tensors: Mapping[str, TensorRef],
     values: Mapping[str, TensorRef],
     pad_vocab: bool,
-) -> Found:
+) -> SearchResult:
     """Return which name becomes which; by values too, where there are any."""
     if _shapes(mine) == _shapes(theirs) and not values:
         raise _nothing_to_do(path, mine, theirs)
@@ -249,7 +249,9 @@ def _in_order(entries: dict[Any, Any], theirs: Places) -> dict[Any, Any]:
     return {name: entries[name] for name in theirs if name in entries} | entries
 
 
-def _tie_by_values(found: Found, left: Mapping[str, TensorRef], right: Mapping[str, TensorRef]) -> None:
+def _tie_by_values(
+    found: SearchResult, left: Mapping[str, TensorRef], right: Mapping[str, TensorRef]
+) -> None:
     """Take an embedding or head without a counterpart for a second name of another that has its values.
 
     Others are no ties though they are equal, such as two norms of ones: they are trained apart.
@@ -276,7 +278,7 @@ def _equal(name: str, tensors: Mapping[str, TensorRef]) -> str | None:
 # ---- what is refused -----------------------------------------------------------------------------------
 
 
-def require_complete(path: str, found: Found, *, pad_vocab: bool = False) -> None:
+def require_complete(path: str, found: SearchResult, *, pad_vocab: bool = False) -> None:
     """Raise Mismatch where a tensor of either side has no counterpart."""
     left, right = ([*_names(side)] for side in (found.left, found.right))
     if left or right:
@@ -307,7 +309,7 @@ def _way_out(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str |
     return None
 
 
-def _wider(found: Found, rows: int) -> str:
+def _wider(found: SearchResult, rows: int) -> str:
     """Return a hint for fewer rows than the reference's: vocabularies are padded, and have no bias."""
     if any("bias" not in module.shapes for module, _ in found.resized):
         return "--pad-vocab adds rows of zeros"
@@ -331,7 +333,7 @@ def _some(names: list[tuple[str, str]]) -> str:
     return ", ".join(shown) + (", …" if len(kinds) > SHOWN or len(names) > len(kinds) else "")
 
 
-def require_certain(path: str, found: Found, *, by_values: bool = False) -> None:
+def require_certain(path: str, found: SearchResult, *, by_values: bool = False) -> None:
     """Raise Ambiguous where there are several ways, and nothing but values tells which is right."""
     candidates = tuple(dict.fromkeys(_candidates(found)))
     if not candidates:
@@ -351,7 +353,7 @@ def require_certain(path: str, found: Found, *, by_values: bool = False) -> None
     raise Ambiguous(f"{path}: {what}: {listed}", candidates=candidates, hint=hint)
 
 
-def _candidates(found: Found) -> Iterator[str]:
+def _candidates(found: SearchResult) -> Iterator[str]:
     """Yield what is open in words, once for all layers of a kind."""
     said: set[object] = set()
     for scope, match in found.matches:
@@ -385,13 +387,13 @@ def _candidates(found: Found) -> Iterator[str]:
 # ---- tensors that the input does not have --------------------------------------------------------------
 
 
-def _padded(name: str, tensor: TensorRef, place: Place) -> TensorRef:
+def _padded(name: str, tensor: TensorRef, place: StateEntry) -> TensorRef:
     """Return a tensor with rows of zeros after its own."""
     assert place.shape is not None
     rows = tensor.shape[0]
     nothing = _zeros(tensor.storage.data.path, tensor.dtype, (place.shape[0] - rows, *place.shape[1:]))
     begin = (rows, *(0 for _ in place.shape[1:]))
-    parts = [Part((0,) * len(place.shape), tensor), Part(begin, nothing)]
+    parts = [TensorPart((0,) * len(place.shape), tensor), TensorPart(begin, nothing)]
     return assembled(name, tensor.storage.data.path, tensor.dtype, place.shape, parts)
 
 
@@ -405,5 +407,5 @@ def _zeros(path: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
     return TensorRef.of_bytes(data, dtype, shape)
 
 
-def _zero(path: str, place: Place) -> TensorRef:
+def _zero(path: str, place: StateEntry) -> TensorRef:
     return _zeros(path, DTYPES[place.dtype], place.shape or ())

@@ -36,7 +36,7 @@ OF_NORMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StateEntry:
     """An entry of a model's state dict."""
 
     shape: tuple[int, ...] | None  # None where any value fits: `_extra_state`, and lazy parameters
@@ -45,15 +45,15 @@ class Place:
     file: str = ""  # the file that it lies in, of those of a folder
 
 
-Places = Mapping[str, Place]
+Places = Mapping[str, StateEntry]
 
 
-def places_of(path: str, state: State) -> dict[str, Place]:
+def places_of(path: str, state: State) -> dict[str, StateEntry]:
     """Return the places of a file's state, in its order. Raises Refused where a tensor is not a plain one."""
     require_plain(path, state.likes, "can't be brought under other names")
     first: dict[tuple[object, ...], str] = {}
     return {
-        name: Place(
+        name: StateEntry(
             tensor.shape,
             tensor.dtype.name,
             first.setdefault(tensor.view, name) if tensor.numel else name,
@@ -85,11 +85,11 @@ class Module:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class ModuleBlock:
     """A module with everything below it."""
 
     parts: Parts
-    children: dict[str, Block] = field(default_factory=dict)
+    children: dict[str, ModuleBlock] = field(default_factory=dict)
     module: Module | None = None
     total: int = 0  # elements of all tensors below
     leaves: int = 0  # modules with parameters of their own below, itself included
@@ -105,7 +105,7 @@ class Block:
         return ".".join(self.parts)
 
 
-def parameter(name: str, names: Mapping[str, Place]) -> tuple[str, str]:
+def parameter(name: str, names: Mapping[str, StateEntry]) -> tuple[str, str]:
     """Return the module that a tensor belongs to, and its kind there: `attn.in_proj`, `weight`."""
     path, dot, last = name.rpartition(".")
     if last in KINDS and dot:
@@ -120,16 +120,16 @@ def parameter(name: str, names: Mapping[str, Place]) -> tuple[str, str]:
     return (bare, "bias") if has_weight and bare != name else (name, "weight")
 
 
-def tree(path: str, places: Mapping[str, Place]) -> Block:
+def tree(path: str, places: Mapping[str, StateEntry]) -> ModuleBlock:
     """Return the modules of a state. Raises Unsupported for names of more parts than memory is for."""
-    root, nodes = Block(()), 1
+    root, nodes = ModuleBlock(()), 1
     for number, (name, place) in enumerate(places.items()):
         where, kind = parameter(name, places)
         block, parts = root, tuple(where.split(".", MAX_PARTS))
         chain = [root]
         for depth, part in enumerate(parts, 1):
             if (below := block.children.get(part)) is None:
-                below = block.children[part] = Block(parts[:depth])
+                below = block.children[part] = ModuleBlock(parts[:depth])
                 nodes += 1
             block = below
             chain.append(block)

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..mapping.rules import Drop, Rule, Rules, Tie
+from ..mapping.rules import Drop, MapRules, Rule, Tie
 from ..mapping.templates import literal
-from ..mapping.verbs import Step
+from ..mapping.verbs import Verb
 from .modules import NUMBER, Module, Parts
-from .search import Found
+from .search import SearchResult
 from .ways import STACKED
 
 Template = tuple[str | None, ...]  # the parts of a name, None for each number
@@ -21,18 +21,18 @@ PLACEHOLDER = re.compile(r"(?<!\{)\{([a-z])\}(?!\})")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RuleCase:
     """One match of one kind of parameter: a rule for it alone."""
 
     sources: tuple[Parts, ...]  # names; those that are stacked have a MARK
     targets: tuple[Parts, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Verb, ...]
     rests: str
     shapes: tuple[str, str]  # before and after, for the table
 
 
 @dataclass(slots=True)
-class Row:
+class RuleRow:
     """A rule with what is told of it."""
 
     rule: Rule
@@ -48,23 +48,23 @@ class Row:
         columns = zip(*self.numbers, strict=True)
         return {level: _range(column) for level, column in zip(self.levels, columns, strict=False)}
 
-    def each(self) -> Iterator[Row]:
+    def each(self) -> Iterator[RuleRow]:
         """Yield a row for each case, without placeholders but that of what is stacked."""
         for numbers in self.numbers:
             values = dict(zip(self.levels, map(str, numbers), strict=True))
             sides = (self.rule.sources, self.rule.targets)
             filled = [tuple(_filled(text, values) for text in side) for side in sides]
-            yield Row(Rule(filled[0], filled[1], self.rule.steps), self.rests, 1, self.shapes)
+            yield RuleRow(Rule(filled[0], filled[1], self.rule.steps), self.rests, 1, self.shapes)
 
 
-def rows(found: Found, names: Iterable[str]) -> list[Row]:
+def rows(found: SearchResult, names: Iterable[str]) -> list[RuleRow]:
     """Return the rules of a certain result, and what each rests on.
 
     Args:
         found: the result of a search, in which each match has one way.
         names: all names of the input: a rule with placeholders must match none that it does not concern.
     """
-    groups: dict[object, list[tuple[Case, list[Numbers]]]] = defaultdict(list)
+    groups: dict[object, list[tuple[RuleCase, list[Numbers]]]] = defaultdict(list)
     for case in cases(found):
         split = [_split(name) for name in (*case.sources, *case.targets)]
         key = tuple(template for template, _ in split), len(case.sources), case.steps, case.rests, case.shapes
@@ -77,7 +77,7 @@ def rows(found: Found, names: Iterable[str]) -> list[Row]:
     return [*_gapless(found_rows)]
 
 
-def _gapless(table: Sequence[Row]) -> Iterator[Row]:
+def _gapless(table: Sequence[RuleRow]) -> Iterator[RuleRow]:
     """Yield rules whose placeholders count from 0 without a gap, as a map wants; of others each case."""
     counted: dict[tuple[str, ...], set[Numbers]] = defaultdict(set)
     for row in table:
@@ -103,7 +103,7 @@ def _counts_up(found: set[Numbers]) -> bool:
     return all(values == [*range(len(values))] for values in groups.values())
 
 
-def cases(found: Found) -> Iterator[Case]:
+def cases(found: SearchResult) -> Iterator[RuleCase]:
     """Yield every parameter of every match."""
     for _, match in found.matches:
         joint = match.joint
@@ -118,14 +118,14 @@ def cases(found: Found) -> Iterator[Case]:
                 shapes = str([*pieces[0].first.shapes[kind]]), str([*joint.whole.first.shapes[kind]])
                 if match.is_split or (joint.whole in match.left and joint.whole not in match.right):
                     undone = tuple(step.inverse() for step in reversed(steps))
-                    yield Case(whole, parts, undone, match.rests, shapes[::-1])
+                    yield RuleCase(whole, parts, undone, match.rests, shapes[::-1])
                 else:
-                    yield Case(parts, whole, steps, match.rests, shapes)
+                    yield RuleCase(parts, whole, steps, match.rests, shapes)
 
     for left, right in found.resized:
         for kind, shape in left.shapes.items():
             shapes = str([*shape]), str([*right.shapes[kind]])
-            yield Case((_name(left, kind),), (_name(right, kind),), (), "role", shapes)
+            yield RuleCase((_name(left, kind),), (_name(right, kind),), (), "role", shapes)
 
 
 def _name(module: Module, kind: str) -> Parts:
@@ -152,7 +152,9 @@ def _split(parts: Parts) -> tuple[Template, Numbers]:
     return template, tuple(int(part) for part, is_n in zip(parts, is_number, strict=True) if is_n)
 
 
-def _rows(group: list[tuple[Case, list[Numbers]]], buckets: Mapping[Template, set[Numbers]]) -> Iterator[Row]:
+def _rows(
+    group: list[tuple[RuleCase, list[Numbers]]], buckets: Mapping[Template, set[Numbers]]
+) -> Iterator[RuleRow]:
     """Return one row for a group of cases, or one for each part in which numbers go together, or for each."""
     first = group[0][0]
     columns = [
@@ -163,7 +165,7 @@ def _rows(group: list[tuple[Case, list[Numbers]]], buckets: Mapping[Template, se
     fields = dict(letters)
     unknown = [column for side in columns for column in side if len({*column}) > 1 and column not in fields]
     if len(group) > 1 and unknown:  # a number of one side follows from none of the other: cut by it
-        parts: dict[int, list[tuple[Case, list[Numbers]]]] = defaultdict(list)
+        parts: dict[int, list[tuple[RuleCase, list[Numbers]]]] = defaultdict(list)
         for number, each in zip(unknown[0], group, strict=True):
             parts[number].append(each)
         for part in parts.values():
@@ -179,7 +181,7 @@ def _rows(group: list[tuple[Case, list[Numbers]]], buckets: Mapping[Template, se
         return
     rule = Rule(tuple(texts[:count]), tuple(texts[count:]), first.steps)
     numbers = [*zip(*fields, strict=True)]
-    yield Row(rule, first.rests, len(group), first.shapes, (*fields.values(),), numbers)
+    yield RuleRow(rule, first.rests, len(group), first.shapes, (*fields.values(),), numbers)
 
 
 def _text(template: Template, columns: Sequence[Numbers], fields: Mapping[Numbers, str]) -> str:
@@ -214,10 +216,10 @@ def _range(column: Sequence[int]) -> str:
     return ",".join(map(str, numbers[:8])) + (",…" if numbers[8:] else "")
 
 
-def as_rules(found: Found, table: Sequence[Row]) -> Rules:
+def as_rules(found: SearchResult, table: Sequence[RuleRow]) -> MapRules:
     """Return a map that takes the input's tensors to the reference's names."""
     drops: list[Rule | Drop | Tie] = [Drop(literal(name), computed=True) for name in found.dropped]
     untied = [Tie(literal(name), of=literal(of), adds=False, on="from") for name, of in found.untied]
     ties = [Tie(literal(name), of=literal(of)) for name, of in found.ties]
     rules: tuple[Rule | Drop | Tie, ...] = (*untied, *drops, *(row.rule for row in table), *ties)
-    return Rules(rules, rest="refuse")
+    return MapRules(rules, rest="refuse")

@@ -15,7 +15,7 @@ from itertools import pairwise
 from ...checkpoint.states import COUNTER
 from .blocks import TOP, Search, falling
 from .layers import Doubts, Match, Tangle
-from .modules import MAX_PARTS, Module, Parts, Place, Places, parameter, tree
+from .modules import MAX_PARTS, Module, Parts, Places, StateEntry, parameter, tree
 from .roles import roles, rotary_stems
 from .ways import Joint, joint
 
@@ -28,7 +28,7 @@ MASK = re.compile(r"attn(\w*)\.(bias|mask)$|attention\.bias$")
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -58,7 +58,7 @@ class Found:
     unshown: tuple[str, ...] = ()
 
 
-def search(path: str, left: Places, right: Places, *, with_values: bool = False) -> Found:
+def search(path: str, left: Places, right: Places, *, with_values: bool = False) -> SearchResult:
     """Find the way from one state to the names and shapes of another, from its header alone.
 
     Args:
@@ -82,7 +82,7 @@ def search(path: str, left: Places, right: Places, *, with_values: bool = False)
     rotary = rotary_stems(_parts(left)) | rotary_stems(_parts(right))
     work = Search(Doubts(rotary, layout=with_values))
     work.pair(tree(path, bare[0]), tree(path, bare[1]))
-    found = Found(work.matches, work.tangles, work.left, work.right, dropped, lacking, ties, untied)
+    found = SearchResult(work.matches, work.tangles, work.left, work.right, dropped, lacking, ties, untied)
     found.uneven = tuple(
         f"{len(a)} blocks such as '{a[0].path}' here and {len(b)} such as '{b[0].path}' in the reference"
         for a, b in work.uneven
@@ -118,7 +118,7 @@ def _buffers(one: Places, other: Places) -> tuple[str, ...]:
     )
 
 
-def _is_mask(name: str, place: Place) -> bool:
+def _is_mask(name: str, place: StateEntry) -> bool:
     """Return whether an entry is the mask of GPT-2's attention, which is named like a bias."""
     shape = place.shape or ()
     return bool(MASK.search(name)) and len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
@@ -139,7 +139,7 @@ def _second_names(side: Places, other: Places) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _shape(place: Place) -> tuple[int, ...]:
+def _shape(place: StateEntry) -> tuple[int, ...]:
     return tuple(sorted(place.shape or ()))
 
 
@@ -153,7 +153,7 @@ def _role(name: str) -> object:
     return role
 
 
-def _resize(found: Found) -> None:
+def _resize(found: SearchResult) -> None:
     """Pair what is left and differs in its first size alone, under equal names or roles."""
     sides = [{key: m for m in side for key in _keys(m)} for side in (found.left, found.right)]
     for key in sides[0].keys() & sides[1].keys():
@@ -185,7 +185,7 @@ def _is_sorted(places: Places) -> bool:
     return all(names == sorted(names) for names in groups.values())
 
 
-def _by_order(found: Found, is_sorted: bool) -> None:
+def _by_order(found: SearchResult, is_sorted: bool) -> None:
     """Resolve tangles by the order of both files, if it agrees wherever something else has decided.
 
     A file whose names are sorted says nothing, nor do a few layers; and words for parts that families order

@@ -10,11 +10,11 @@ from itertools import islice
 
 from ...tensors.ref import TensorRef
 from ...tensors.values import same_values, stream
-from ..mapping.tensors import Misfit, cast, transposed
-from ..mapping.verbs import Bundle, Context, Step
+from ..mapping.tensors import VerbMisfit, cast, transposed
+from ..mapping.verbs import Bundle, RuleContext, Verb
 from .layers import Match, Tangle
 from .modules import pattern
-from .search import Found
+from .search import SearchResult
 from .ways import STACKED, Joint, Unit, Way, joint
 
 Tensors = Mapping[str, TensorRef]
@@ -34,7 +34,7 @@ class Values:
     right: Tensors
     known: dict[object, list[Way]] = field(default_factory=dict)
 
-    def decide(self, found: Found) -> None:
+    def decide(self, found: SearchResult) -> None:
         """Give each match the way that its values go, and each layer of a tangle its counterpart.
 
         A match that no way fits keeps all of its ways, and a layer without a counterpart stays in its tangle.
@@ -108,17 +108,17 @@ def _all_ways(found: Joint) -> Iterator[Way]:
         yield from found.numbered(way)
 
 
-def _made(steps: tuple[Step, ...], columns: list[list[TensorRef]]) -> TensorRef | None:
+def _made(steps: tuple[Verb, ...], columns: list[list[TensorRef]]) -> TensorRef | None:
     """Return what steps make of pieces, each with the members that are stacked; None if they do not fit."""
     stacks = len(columns[0]) > 1 or any(step.verb == "stack" for step in steps)
     fields = (STACKED,) if stacks else ()
     rows = [tuple(row) for row in zip(*columns, strict=True)]
     bundle = Bundle(fields, {(place,) if stacks else (): row for place, row in enumerate(rows)})
-    context = Context({}, 1)
+    context = RuleContext({}, 1)
     try:
         for step in steps:
             bundle = step.apply(bundle, context)
-    except Misfit:
+    except VerbMisfit:
         return None
     ((tensor,),) = bundle.tensors.values()
     return tensor

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from math import gcd
 
-from ..mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Step, Transpose
+from ..mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Transpose, Verb
 from .modules import Module, Parts, Sizes
 
 STACKED = "e"  # the placeholder that counts what is stacked
@@ -100,9 +100,9 @@ class Joint:
     is_square: bool = False
     is_crossed: bool = False
 
-    def steps(self, way: Way, kind: str) -> tuple[Step, ...]:
+    def steps(self, way: Way, kind: str) -> tuple[Verb, ...]:
         """Return the steps from the pieces, in the way's order, to the whole."""
-        steps: list[Step] = []
+        steps: list[Verb] = []
         for place, heads in enumerate(way.heads if way.turned else ()):
             if heads:
                 parts = (place,) if len(self.pieces) > 1 else ()
@@ -136,13 +136,13 @@ class Joint:
             yield replace(way, groups=number, heads=tuple(0 if n < 0 else n for n in each))
 
 
-def _joined(shapes: Sequence[Sizes], lead: Sizes, groups: int) -> list[Step]:
+def _joined(shapes: Sequence[Sizes], lead: Sizes, groups: int) -> list[Verb]:
     rows = tuple(shape[0] for shape in shapes)
     rest, axis = shapes[0][1:], len(lead)
     if groups == 1:
         return [Concat(axis, rows)]
     cut = tuple(row // groups for row in rows)
-    dealt: list[Step] = [
+    dealt: list[Verb] = [
         Reshape((*lead, groups, size, *rest), before=(*lead, row, *rest), parts=(place,))
         for place, (size, row) in enumerate(zip(cut, rows, strict=True))
     ]

@@ -11,6 +11,7 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...errors import NothingToDo, Refused
+from ...lazy import np
 from ...tensors.dtypes import PLAIN_FLOATS
 from ...tensors.ref import TensorRef
 from ...tensors.values import CHUNK, in_pieces, require_bounded
@@ -72,8 +73,6 @@ class Differences:
             self.cast += [first] if base.dtype is not tuned.dtype else []
 
     def _require_finite(self, name: str) -> None:
-        import numpy as np
-
         for _, block in Difference(self.a[name], self.b[name]).rows():
             if not np.isfinite(block).all():
                 hint = f"see which: ckpttool verify {shlex.quote(self.paths[1])}"

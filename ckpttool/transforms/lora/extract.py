@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
@@ -20,14 +20,12 @@ from ...checkpoint.state import State
 from ...errors import Refused, UsageFault
 from ...files.pieces import Progress
 from ...files.spool import Spool
+from ...lazy import NDArray, np
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Storage, TensorRef
 from .adapter import PREFIX
 from .differences import Differences
 from .low_rank import Difference, factors
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 OTHERS = ("save", "drop")
 
@@ -198,7 +196,5 @@ def _pair(
 
 def _kept(values: NDArray[Any], spool: Spool) -> TensorRef:
     """Return an array of float32 as a tensor in a temporary file."""
-    import numpy as np
-
     data = spool.append(np.ascontiguousarray(values).tobytes())
     return TensorRef.contiguous(Storage(data, "FloatStorage"), DTYPES["float32"], values.shape)

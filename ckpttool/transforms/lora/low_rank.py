@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...lazy import NDArray, np
 from ...tensors.ref import TensorRef
 from ..mean import in_float64
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 WHOLE = 1 << 20  # elements up to which a matrix is decomposed whole
 HELD = 1 << 23  # elements up to which the difference stays in memory between passes
@@ -67,8 +65,6 @@ def _rows(tensor: TensorRef, place: slice) -> NDArray[Any]:
 
 def subtracted(base: NDArray[Any], tuned: NDArray[Any]) -> NDArray[Any]:
     """Return tuned - base; 0 where both are the same infinity or NaN."""
-    import numpy as np
-
     with np.errstate(all="ignore"):
         same = (tuned == base) | (np.isnan(tuned) & np.isnan(base))
         return np.where(same, 0.0, tuned - base)
@@ -93,8 +89,6 @@ class Factors:
 
 def factors(difference: Difference, rank: int) -> Factors:
     """Return the factors of a rank, at most the smaller side; the singular values are shared evenly."""
-    import numpy as np
-
     rows, columns = difference.shape
     if rows * columns <= WHOLE or 2 * (rank + MORE) >= min(rows, columns):
         whole = np.concatenate([block for _, block in difference.rows()])
@@ -110,8 +104,6 @@ def factors(difference: Difference, rank: int) -> Factors:
 
 def _largest(difference: Difference, rank: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return singular vectors and values, of which the first `rank` are the largest."""
-    import numpy as np
-
     rows, columns = difference.shape
     random = np.random.Generator(np.random.Philox(key=0))  # the same factors each time
     basis, _ = np.linalg.qr(random.standard_normal((columns, rank + MORE)))
@@ -134,8 +126,6 @@ def _largest(difference: Difference, rank: int) -> tuple[NDArray[Any], NDArray[A
 
 def _error(difference: Difference, left: NDArray[Any], right: NDArray[Any]) -> tuple[float, float]:
     """Return how far the product is from the difference: as a part of its norm, and in the worst element."""
-    import numpy as np
-
     a, b = left.astype("<f8"), right.astype("<f8")
     missed = total = worst = 0.0
     with np.errstate(all="ignore"):

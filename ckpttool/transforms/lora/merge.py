@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
@@ -21,6 +21,7 @@ from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
 from ...errors import Damaged, NothingToDo, Refused, Unsupported
 from ...inert_pickle.values import remade
+from ...lazy import NDArray, np
 from ...tensors.cast import Caster, reader
 from ...tensors.dtypes import PLAIN_FLOATS, DType
 from ...tensors.losses import CastReport, CastReports
@@ -31,9 +32,6 @@ from ..selection import replace_state
 from .adapter import CONFIG, IN_PYTHON, Adapter
 from .other_names import in_peft_names
 from .ties import Ties, is_embedding, saved_module, tying
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +287,6 @@ def updated(path: str, weight: TensorRef, update: Update, to: DType, report: Cas
     factors = cache(update.factors)
 
     def rows(begin: int, end: int) -> memoryview:
-        import numpy as np
-
         left, right = factors()
         shape = (end - begin, *weight.shape[1:])
         part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])

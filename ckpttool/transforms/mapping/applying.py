@@ -21,7 +21,7 @@ from ..quantization.recognise import require_unpacked
 from ..wrappers import found_prefixes
 from .builtin import rules_of
 from .optimizers import followed
-from .rules import Rules
+from .rules import MapRules
 from .state_mapping import StateMapping
 
 FILES = ("config.json", "params.json")  # of Hugging Face, and of Meta
@@ -55,7 +55,7 @@ class Mapped:
 @takes_checkpoint
 def apply(
     checkpoint: Checkpoint,
-    rules: Rules,
+    rules: MapRules,
     *,
     config: Mapping[str, Any] | None = None,
     state: str | None = None,
@@ -98,7 +98,7 @@ def apply(
     return changed, Mapped(first.names, (*first.matched.dropped,), (*first.tied,), also, casting)
 
 
-def _of_copy(path: str, copy: State, of: State, rules: Rules, config: Mapping[str, Any]) -> StateMapping:
+def _of_copy(path: str, copy: State, of: State, rules: MapRules, config: Mapping[str, Any]) -> StateMapping:
     try:
         return StateMapping(f"{path}, {copy.where}", copy, rules, config)
     except Refused as fault:
@@ -159,7 +159,7 @@ def apply_map(
         raise
 
 
-def _fits(state: State, rules: Rules, config: Mapping[str, Any]) -> bool:
+def _fits(state: State, rules: MapRules, config: Mapping[str, Any]) -> bool:
     """Return whether rules take the names of a state, whatever its shapes."""
     try:
         StateMapping("", state, rules, config)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from ...errors import UsageFault
 from . import rule_file
-from .rules import Rules
+from .rules import MapRules
 
 FOLDER = os.path.join(os.path.dirname(__file__), "maps")
 ENDING = ".toml"
@@ -19,7 +19,7 @@ def names() -> list[str]:
     return sorted(each.removesuffix(ENDING) for each in os.listdir(FOLDER) if each.endswith(ENDING))
 
 
-def maps() -> tuple[Rules, ...]:
+def maps() -> tuple[MapRules, ...]:
     """Return the maps that come with the package, sorted by name.
 
     Returns:
@@ -45,11 +45,11 @@ def path_of(name: str) -> str:
     return os.path.join(FOLDER, name + ENDING)
 
 
-def named(name: str) -> Rules:
+def named(name: str) -> MapRules:
     """Return the map of a name. Raises UsageFault for a name that there is none of."""
     return replace(rule_file.read(path_of(name)), name=name)
 
 
-def rules_of(said: str) -> Rules:
+def rules_of(said: str) -> MapRules:
     """Return the rules that `--map` names: a rule file by its path, which ends in `.toml`, or a map."""
     return rule_file.read(said) if said.endswith(ENDING) else named(said)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ...errors import Refused
 from ..wrappers import found_prefixes
-from .rules import Drop, Rule, Rules
-from .templates import Template, templates
+from .rules import Drop, MapRules, Rule
+from .templates import NameTemplate, templates
 from .verbs import Index
 
 FEW = 6  # names that a message lists
@@ -43,7 +43,7 @@ class Matched:
     rest: list[str] = field(default_factory=list)
 
 
-def matched(rules: Rules, names: Iterable[str], path: str) -> Matched:
+def matched(rules: MapRules, names: Iterable[str], path: str) -> Matched:
     """Return what each rule takes of some names.
 
     Raises Refused where a rule that is not optional finds nothing, one of several names that go together is
@@ -78,7 +78,7 @@ def _why_none(names: list[str]) -> str:
 
 
 def _fitting(
-    template: Template, names: Iterable[str], known: Mapping[str, object]
+    template: NameTemplate, names: Iterable[str], known: Mapping[str, object]
 ) -> Iterator[tuple[str, dict[str, str]]]:
     if template.literal is not None:
         if template.literal in known:

@@ -1,4 +1,4 @@
-"""A rule file: TOML, read and checked (`Rules.to_toml` writes it).
+"""A rule file: TOML, read and checked (`MapRules.to_toml` writes it).
 
 from = "nanoGPT"
 to = "Hugging Face GPT-2"
@@ -39,10 +39,22 @@ from typing import Any
 from ...errors import Damaged, UsageFault
 from ...remote.places import open_source_at
 from .numbers import Number, parsed
-from .rules import RESTS, TEXTS, Count, Drop, Rule, Rules, Tie
+from .rules import RESTS, TEXTS, Drop, MapRules, Rule, Tie, ValueCount
 from .templates import templates
 from .toml_text import text as toml
-from .verbs import WRITTEN, Cast, Concat, PermuteHeads, Reshape, Scale, Split, Stack, Step, Transpose, Unstack
+from .verbs import (
+    WRITTEN,
+    Cast,
+    Concat,
+    CutAxis,
+    PermuteHeads,
+    Reshape,
+    Scaling,
+    Stack,
+    Transpose,
+    Unstack,
+    Verb,
+)
 
 MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
 
@@ -58,15 +70,16 @@ OF_RULES = {
     "untie": {"untie", "of", "on", "when"},
 }
 
-VERBS: dict[str, type[Step]] = {
-    step.verb: step for step in (Concat, Split, Stack, Unstack, Transpose, PermuteHeads, Reshape, Scale, Cast)
+VERBS: dict[str, type[Verb]] = {
+    step.verb: step
+    for step in (Concat, CutAxis, Stack, Unstack, Transpose, PermuteHeads, Reshape, Scaling, Cast)
 }
 
 
 READ = {written: name for name, written in WRITTEN.items()}
 
 
-def step_of(table: Mapping[str, Any]) -> Step:
+def step_of(table: Mapping[str, Any]) -> Verb:
     """Return the step that a table of a rule file describes. Raises UsageFault."""
     found = [verb for verb in table if verb in VERBS]
     if len(found) != 1:
@@ -122,7 +135,7 @@ KINDS: dict[str, Callable[[object], bool]] = {
 }
 
 
-def read(path: str) -> Rules:
+def read(path: str) -> MapRules:
     """Return the rules in a file. Raises Unreadable; UsageFault names what is wrong in it."""
     source = open_source_at(path)
     if source.size > MAX_BYTES:
@@ -135,7 +148,7 @@ def read(path: str) -> Rules:
         raise UsageFault(f"{path}: {fault.message}", hint=fault.hint) from None
 
 
-def rules_in(text: str) -> Rules:
+def rules_in(text: str) -> MapRules:
     """Return the rules that a text holds. Raises UsageFault, which names what is wrong."""
     table = _toml(text)
     _require_known(table, ENTRIES, "a rule file")
@@ -149,7 +162,7 @@ def rules_in(text: str) -> Rules:
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed) or not listed:
         raise UsageFault("it has no rules", hint="each begins with [[rule]]")
     rules = tuple(_rule_at(number, each, text, len(listed)) for number, each in enumerate(listed))
-    return Rules(rules, rest, numbers, counts, **texts)
+    return MapRules(rules, rest, numbers, counts, **texts)
 
 
 HEAD = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
@@ -216,15 +229,15 @@ def _number(value: object, where: str) -> Number | tuple[Number, ...]:
     return _expression(value, where)
 
 
-def _count(value: object, where: str) -> Count:
+def _count(value: object, where: str) -> ValueCount:
     if not isinstance(value, dict):
-        return Count(_number(value, where))
+        return ValueCount(_number(value, where))
     _require_known(value, {"number", "first", "gaps"}, f"the count '{where}'")
     first = value.get("first", 0)
     if type(first) is not int:
         raise UsageFault(f"{where}: first = {first!r} is no number")
     number = _number(value["number"], where) if "number" in value else None
-    return Count(number, first, _flag(value.get("gaps", False), "gaps"))
+    return ValueCount(number, first, _flag(value.get("gaps", False), "gaps"))
 
 
 def _rule(table: Mapping[str, Any]) -> Rule | Drop | Tie:

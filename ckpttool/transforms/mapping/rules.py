@@ -1,7 +1,7 @@
 """Rules that take a checkpoint from one architecture's names and layout to another's, and back.
 
 A `Rule` takes tensors through steps to tensors; a `Drop` leaves out what one side has and the other does not;
-a `Tie` gives a tensor a second name, or takes it away. `Rules` are all of them for one way, in any order:
+a `Tie` gives a tensor a second name, or takes it away. `MapRules` are all of them for one way, in any order:
 each tensor belongs to one rule.
 """
 
@@ -14,16 +14,16 @@ from typing import Literal, get_args
 
 from ...errors import Irreversible, UsageFault
 from .numbers import Number
-from .templates import Template, templates
+from .templates import NameTemplate, templates
 from .toml_text import lines
-from .verbs import Stack, Step, Unstack
+from .verbs import Stack, Unstack, Verb
 
 Side = Literal["from", "to"]
 Rest = Literal["keep", "drop", "refuse"]
 OTHER: dict[Side, Side] = {"from": "to", "to": "from"}
 RESTS: tuple[str, ...] = get_args(Rest)
 
-# What a rule file says at its top -> where `Rules` have it
+# What a rule file says at its top -> where `MapRules` have it
 TEXTS = {"name": "name", "from": "start", "to": "end", "source": "source"}
 
 
@@ -45,7 +45,7 @@ class Rule:
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Verb, ...] = ()
     optional: bool | str = False
 
     def __post_init__(self) -> None:
@@ -92,16 +92,16 @@ class Rule:
         return f"the rule '{', '.join(self.sources)}' -> '{', '.join(self.targets)}'"
 
     @cached_property
-    def _templates(self) -> tuple[Template, ...]:
+    def _templates(self) -> tuple[NameTemplate, ...]:
         return templates((*self.sources, *self.targets))
 
     @cached_property
-    def inputs(self) -> tuple[Template, ...]:
+    def inputs(self) -> tuple[NameTemplate, ...]:
         """The templates of the sources."""
         return self._templates[: len(self.sources)]
 
     @cached_property
-    def outputs(self) -> tuple[Template, ...]:
+    def outputs(self) -> tuple[NameTemplate, ...]:
         """The templates of the targets."""
         return self._templates[len(self.sources) :]
 
@@ -208,7 +208,7 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class ValueCount:
     """How many values a placeholder takes, from `first` on; None where nothing says it.
 
     With `gaps` it may take any: the layers of experts among others that no rule names.
@@ -221,14 +221,14 @@ class Count:
     @property
     def entry(self) -> object:
         """The count as a rule file has it."""
-        if self == Count(self.number) and self.number is not None:
+        if self == ValueCount(self.number) and self.number is not None:
             return self.number
         entries = (("number", self.number), ("first", self.first), ("gaps", self.gaps))
         return {key: value for key, value in entries if value}
 
 
 @dataclass(frozen=True)
-class Rules:
+class MapRules:
     """A map from one architecture to another.
 
     Attributes:
@@ -244,13 +244,13 @@ class Rules:
     rules: tuple[Rule | Drop | Tie, ...]
     rest: Rest = "refuse"
     numbers: Mapping[str, Number | tuple[Number, ...]] = field(default_factory=dict)
-    counts: Mapping[str, Count] = field(default_factory=dict)
+    counts: Mapping[str, ValueCount] = field(default_factory=dict)
     name: str = ""
     start: str = ""
     end: str = ""
     source: str = ""
 
-    def inverse(self) -> Rules:
+    def inverse(self) -> MapRules:
         """Return the rules for the way back. Raises Irreversible, which names the rule that has none."""
         if self.rest == "drop":
             raise Irreversible("rest = 'drop' can't be undone", hint="rest = 'keep' or 'refuse' can")

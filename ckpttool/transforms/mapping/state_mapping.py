@@ -20,9 +20,9 @@ from ...tensors.values import same_values
 from ..renaming import Renaming, with_versions
 from .matching import Matched, Move, matched
 from .numbers import Unknown, first_known
-from .rules import Count, Rule, Rules, Side, Tie
-from .tensors import Misfit
-from .verbs import Bundle, Context, Index
+from .rules import MapRules, Rule, Side, Tie, ValueCount
+from .tensors import VerbMisfit
+from .verbs import Bundle, Index, RuleContext
 
 Container = dict[Any, Any]
 
@@ -35,7 +35,7 @@ def _required(rule: Rule) -> tuple[str, ...]:
 class Completeness:
     """Checks that placeholders take all their values, from the first one on and without a gap."""
 
-    def __init__(self, path: str, rules: Rules, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, rules: MapRules, config: Mapping[str, Any]) -> None:
         self.path, self.rules = path, [rule for rule in rules.rules if isinstance(rule, Rule)]
         self.counts = rules.counts
         known = {name: count.number for name, count in rules.counts.items() if count.number is not None}
@@ -87,7 +87,7 @@ class Completeness:
         groups: dict[Index, list[int]] = defaultdict(list)
         for index in sorted(found):
             groups[index[:-1]].append(index[-1])
-        said, count = self.counts.get(last, Count()), self.numbers.get(last)
+        said, count = self.counts.get(last, ValueCount()), self.numbers.get(last)
         for before, values in groups.items():
             names = zip(fields, before, strict=False)
             where = "".join(f", {name} = {value}" for name, value in names)
@@ -105,7 +105,7 @@ class Completeness:
 class StateMapping:
     """The rules as they apply to one state."""
 
-    def __init__(self, path: str, state: State, rules: Rules, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, state: State, rules: MapRules, config: Mapping[str, Any]) -> None:
         self.path, self.state, self.rules, self.config = path, state, rules, config
         given = {name: first_known(value, config) for name, value in rules.numbers.items()}
         self.numbers = {name: value for name, value in given.items() if value is not None}
@@ -191,12 +191,12 @@ class StateMapping:
         if (key := (rule.steps, views)) in self._done:
             return self._done[key]
         bundle = Bundle(rule.gathered, sources)
-        context = Context(self.numbers, len(rule.outputs), self.reports)
+        context = RuleContext(self.numbers, len(rule.outputs), self.reports)
         names = ", ".join(f"'{name[:80]}'" for name in list(move.names)[:4])
         try:
             for step in rule.steps:
                 bundle = step.apply(bundle, context)
-        except Misfit as fault:
+        except VerbMisfit as fault:
             raise Refused(self.path, f"{names} {fault}: {rule}") from None
         except Unknown as fault:
             hint = "give the model's config: --config config.json"

@@ -21,7 +21,7 @@ Bindings = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class NameTemplate:
     """A name with placeholders.
 
     Attributes:
@@ -57,7 +57,7 @@ def literal(name: str) -> str:
     return name.replace("{", "{{").replace("}", "}}")
 
 
-def templates(texts: Iterable[str]) -> tuple[Template, ...]:
+def templates(texts: Iterable[str]) -> tuple[NameTemplate, ...]:
     """Return the templates of one rule. Raises UsageFault for a malformed one."""
     texts = tuple(texts)
     kinds: dict[str, str] = {}
@@ -69,7 +69,7 @@ def templates(texts: Iterable[str]) -> tuple[Template, ...]:
     return tuple(_compiled(text, kinds) for text in texts)
 
 
-def _compiled(text: str, kinds: Mapping[str, str]) -> Template:
+def _compiled(text: str, kinds: Mapping[str, str]) -> NameTemplate:
     parts: list[tuple[str, str | None]] = []
     expression = before = ""
     fields: dict[str, None] = {}
@@ -100,7 +100,7 @@ def _compiled(text: str, kinds: Mapping[str, str]) -> Template:
     numbers = frozenset(field for field in fields if field not in kinds)
     words = {field: tuple(kinds[field].split("|")) for field in fields if kinds.get(field, "*") != "*"}
     name, pattern = (None, re.compile(expression, re.DOTALL)) if fields else (before, None)
-    return Template(text, tuple(fields), numbers, words, name, pattern, tuple(parts))
+    return NameTemplate(text, tuple(fields), numbers, words, name, pattern, tuple(parts))
 
 
 def _values(kind: str | None) -> str:

@@ -17,7 +17,7 @@ from ...tensors.losses import CastReport
 from ...tensors.ref import TensorRef
 from . import tensors as of
 from .numbers import Number, evaluated
-from .tensors import Misfit, Sizes
+from .tensors import Sizes, VerbMisfit
 
 Index = tuple[int, ...]
 
@@ -33,7 +33,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class RuleContext:
     """What the steps of a rule need to know beside its tensors."""
 
     numbers: Mapping[str, int]
@@ -46,23 +46,23 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Verb:
     """A verb with what it needs to know."""
 
     verb: ClassVar[str]
     own: ClassVar[str]  # the field that the verb's value in a rule file gives
     follows: ClassVar[bool] = True  # what an optimizer keeps of a parameter can be taken the same way
 
-    def apply(self, bundle: Bundle, context: Context) -> Bundle:
-        """Return the tensors after this step, unread. Raises Misfit where they do not fit it."""
+    def apply(self, bundle: Bundle, context: RuleContext) -> Bundle:
+        """Return the tensors after this step, unread. Raises VerbMisfit where they do not fit it."""
         made = {at: self.made_of(those, context) for at, those in bundle.tensors.items()}
         return replace(bundle, tensors=made)
 
-    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+    def made_of(self, tensors: tuple[TensorRef, ...], context: RuleContext) -> tuple[TensorRef, ...]:
         """Return what becomes of the tensors of all templates, for one value of the placeholders."""
         raise NotImplementedError
 
-    def inverse(self) -> Step:
+    def inverse(self) -> Verb:
         """Return the step that undoes this one. Raises Irreversible."""
         raise Irreversible(f"'{self.verb}' can't be undone", hint="write rules for the way back")
 
@@ -77,18 +77,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class OnEach(Step):
+class OnEach(Verb):
     """A verb that makes one tensor of each; `parts` limits it to those of some of the rule's templates."""
 
     parts: tuple[int, ...] = with_default(default=(), kw_only=True)
 
-    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
-        """Return what becomes of one tensor. Raises Misfit."""
+    def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
+        """Return what becomes of one tensor. Raises VerbMisfit."""
         raise NotImplementedError
 
-    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+    def made_of(self, tensors: tuple[TensorRef, ...], context: RuleContext) -> tuple[TensorRef, ...]:
         if max(self.parts, default=0) >= len(tensors):
-            raise Misfit(f"are {len(tensors)}, and {self.verb} names the parts {list(self.parts)}")
+            raise VerbMisfit(f"are {len(tensors)}, and {self.verb} names the parts {list(self.parts)}")
         chosen = self.parts or range(len(tensors))
         return tuple(self.one(each, context) if n in chosen else each for n, each in enumerate(tensors))
 
@@ -101,10 +101,10 @@ class Transpose(OnEach):
     own: ClassVar[str] = "axes"
     axes: Sizes = (1, 0)
 
-    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+    def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
         return of.transposed(tensor, self.axes)
 
-    def inverse(self) -> Step:
+    def inverse(self) -> Verb:
         return replace(self, axes=tuple(self.axes.index(axis) for axis in range(len(self.axes))))
 
 
@@ -117,13 +117,13 @@ class Reshape(OnEach):
     shape: tuple[Number, ...] = ()
     before: tuple[Number, ...] = ()
 
-    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+    def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
         before = context.sizes(self.before)
         if self.before and (len(before) != len(tensor.shape) or not _fits(before, tensor.shape)):
-            raise Misfit(f"has shape {list(tensor.shape)}, not {list(before)}")
+            raise VerbMisfit(f"has shape {list(tensor.shape)}, not {list(before)}")
         return of.reshaped(tensor, context.sizes(self.shape))
 
-    def inverse(self) -> Step:
+    def inverse(self) -> Verb:
         if not self.before:
             raise Irreversible(
                 "'reshape' without the shape before can't be undone", hint="give it: from = [-1, 64]"
@@ -155,18 +155,18 @@ class PermuteHeads(OnEach):
                 f"permute-heads: to = {self.to!r}", hint="to = 'halves' (Hugging Face) or 'pairs' (Meta)"
             )
 
-    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+    def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
         heads, size = context.sizes((self.heads, self.size))
         if size and (rows := tensor.shape[of.axis_of(tensor, self.axis)]) != heads * size:
-            raise Misfit(f"has {rows} rows, not those of {heads} heads of {size}")
+            raise VerbMisfit(f"has {rows} rows, not those of {heads} heads of {size}")
         return of.heads_reordered(tensor, heads, self.to, self.axis)
 
-    def inverse(self) -> Step:
+    def inverse(self) -> Verb:
         return replace(self, to="pairs" if self.to == "halves" else "halves")
 
 
 @dataclass(frozen=True, slots=True)
-class Scale(OnEach):
+class Scaling(OnEach):
     """Each element times a number, rounded once."""
 
     verb: ClassVar[str] = "scale"
@@ -174,7 +174,7 @@ class Scale(OnEach):
     follows: ClassVar[bool] = False
     by: float = 1.0
 
-    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+    def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
         return of.scaled(tensor, self.by)
 
 
@@ -190,14 +190,14 @@ class Cast(OnEach):
     def __post_init__(self) -> None:
         target(self.to.lower())
 
-    def one(self, tensor: TensorRef, context: Context) -> TensorRef:
+    def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
         new, report = of.cast(tensor, self.to)
         context.reports.append(report)
         return new
 
 
 @dataclass(frozen=True, slots=True)
-class Concat(Step):
+class Concat(Verb):
     """The tensors of all templates joined along an axis, of these `sizes` there, or all of one size."""
 
     verb: ClassVar[str] = "concat"
@@ -205,15 +205,15 @@ class Concat(Step):
     axis: int = 0
     sizes: tuple[Number, ...] = ()
 
-    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+    def made_of(self, tensors: tuple[TensorRef, ...], context: RuleContext) -> tuple[TensorRef, ...]:
         return (of.concatenated(tensors, self.axis, context.sizes(self.sizes) or None),)
 
-    def inverse(self) -> Step:
-        return Split(self.axis, self.sizes)
+    def inverse(self) -> Verb:
+        return CutAxis(self.axis, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Step):
+class CutAxis(Verb):
     """One tensor cut along an axis, in these `sizes`, or in equal ones: a tensor for each template."""
 
     verb: ClassVar[str] = "split"
@@ -221,17 +221,17 @@ class Split(Step):
     axis: int = 0
     sizes: tuple[Number, ...] = ()
 
-    def made_of(self, tensors: tuple[TensorRef, ...], context: Context) -> tuple[TensorRef, ...]:
+    def made_of(self, tensors: tuple[TensorRef, ...], context: RuleContext) -> tuple[TensorRef, ...]:
         if len(tensors) != 1:
-            raise Misfit(f"are {len(tensors)}, and {self.verb} takes one")
+            raise VerbMisfit(f"are {len(tensors)}, and {self.verb} takes one")
         return of.cut(tensors[0], self.axis, context.sizes(self.sizes) or None, context.parts)
 
-    def inverse(self) -> Step:
+    def inverse(self) -> Verb:
         return Concat(self.axis, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(Step):
+class Stack(Verb):
     """The tensors of all values of a placeholder along a new axis, in the order of its numbers."""
 
     verb: ClassVar[str] = "stack"
@@ -239,9 +239,9 @@ class Stack(Step):
     field: str = ""
     axis: int = 0
 
-    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+    def apply(self, bundle: Bundle, context: RuleContext) -> Bundle:
         if self.field not in bundle.fields:
-            raise Misfit(f"are not told apart by '{self.field}', along which they are to be stacked")
+            raise VerbMisfit(f"are not told apart by '{self.field}', along which they are to be stacked")
         place = bundle.fields.index(self.field)
         groups: dict[Index, list[tuple[TensorRef, ...]]] = {}
         for at in sorted(bundle.tensors):
@@ -252,12 +252,12 @@ class Stack(Step):
     def _stacked(self, those: list[tuple[TensorRef, ...]]) -> tuple[TensorRef, ...]:
         return tuple(of.stacked(column, self.axis) for column in zip(*those, strict=True))
 
-    def inverse(self) -> Step:
+    def inverse(self) -> Verb:
         return Unstack(self.field, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack(Step):
+class Unstack(Verb):
     """A tensor for each place along an axis, which a placeholder numbers from 0."""
 
     verb: ClassVar[str] = "unstack"
@@ -265,16 +265,16 @@ class Unstack(Step):
     field: str = ""
     axis: int = 0
 
-    def apply(self, bundle: Bundle, context: Context) -> Bundle:
+    def apply(self, bundle: Bundle, context: RuleContext) -> Bundle:
         new: dict[Index, tuple[TensorRef, ...]] = {}
         for at, those in bundle.tensors.items():
             columns = [of.unstacked(tensor, self.axis) for tensor in those]
             if len({*map(len, columns)}) > 1:
-                raise Misfit(f"have {' and '.join(str(len(each)) for each in columns)} of '{self.field}'")
+                raise VerbMisfit(f"have {' and '.join(str(len(each)) for each in columns)} of '{self.field}'")
             new |= {(*at, place): row for place, row in enumerate(zip(*columns, strict=True))}
         return Bundle((*bundle.fields, self.field), new)
 
-    def inverse(self) -> Step:
+    def inverse(self) -> Verb:
         return Stack(self.field, self.axis)
 
 

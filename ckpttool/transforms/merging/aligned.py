@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...lazy import NDArray, np
 from ...tensors.cast import carrier, reader
 from ...tensors.dtypes import DType, real_dtype
 from ...tensors.ref import TensorRef
 from ...tensors.values import read_into, stretches
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 BLOCK = 1 << 16  # numbers of each tensor in memory at a time
 
@@ -40,8 +38,6 @@ class Aligned:
 
 
 def _numbers(tensor: TensorRef, first: int, count: int) -> NDArray[Any]:
-    import numpy as np
-
     part = real_dtype(tensor.dtype)
     raw, done = memoryview(bytearray(count * part.itemsize)), 0
     of_number = tensor.dtype.itemsize // part.itemsize

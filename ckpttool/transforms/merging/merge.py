@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from ...errors import UsageFault
+from ...lazy import np
 from ...tensors.cast import reader
 from ...tensors.dtypes import DType
 from ...tensors.losses import CastReport
@@ -136,8 +137,6 @@ class _Tensor:
             return self._rule
 
     def make(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        import numpy as np
-
         size = self.part.itemsize
         first, end = start // size, (start + nbytes) // size
         big_endian = self.inputs.tensors[-1].is_swapped

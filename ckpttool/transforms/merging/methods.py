@@ -15,12 +15,10 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+from ...lazy import NDArray, np
 from .aligned import BLOCK, Aligned
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     Numbers = NDArray[np.float64]
 
 PARALLEL = 0.9995  # the cosine from which vectors count as parallel
@@ -68,8 +66,6 @@ class Recipe:
         sparse = [prepare(f"{name}\0{number}", pair) for number, pair in enumerate(pairs)]
 
         def rule(start: int, numbers: list[Numbers]) -> Numbers:
-            import numpy as np
-
             base, *others = numbers
             with np.errstate(all="ignore"):
                 differences = [_difference(base, each) for each in others]
@@ -82,8 +78,6 @@ class Recipe:
         return rule
 
     def _slerp(self, name: str, tensors: Aligned, parallel: list[str]) -> Rule:
-        import numpy as np
-
         sums = [0.0, 0.0, 0.0]
         with np.errstate(all="ignore"):
             for _, (a, b) in tensors.blocks():
@@ -111,9 +105,7 @@ class Recipe:
         """Keep each difference with the probability `density`, and the sum of their magnitudes."""
         if self.density in (0, 1):
             return _none if self.density == 0 else _all
-        import numpy as np
-
-        kept = Kept(f"{self.seed}\0{name}", self.density)
+        kept = RandomMask(f"{self.seed}\0{name}", self.density)
         before = after = 0.0
         with np.errstate(all="ignore"):
             for start, numbers in pair.blocks():
@@ -127,7 +119,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RandomMask:
     """Which numbers of a tensor are kept: random, but always the same for the same text and place."""
 
     text: str
@@ -135,8 +127,6 @@ class Kept:
 
     def mask(self, start: int, values: Numbers) -> NDArray[np.bool_]:
         """Return it for the block that begins at `start`; Philox makes its bits from a key and a counter."""
-        import numpy as np
-
         key = int.from_bytes(
             hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()[:16], "little"
         )
@@ -148,8 +138,6 @@ class Kept:
 
 def _difference(base: Numbers, other: Numbers) -> Numbers:
     """Return what was learnt; nothing where the numbers are equal, infinities too."""
-    import numpy as np
-
     with np.errstate(all="ignore"):
         return np.where(other == base, 0.0, other - base)
 
@@ -168,8 +156,6 @@ def _none(start: int, values: Numbers) -> Numbers:
 
 def _summed(values: list[Numbers], weights: Sequence[float]) -> Numbers:
     """Return the weighted sum of what has a weight."""
-    import numpy as np
-
     with np.errstate(all="ignore"):
         terms = (weight * each for weight, each in zip(weights, values, strict=True) if weight)
         return sum(terms, start=np.zeros_like(values[0]))
@@ -177,8 +163,6 @@ def _summed(values: list[Numbers], weights: Sequence[float]) -> Numbers:
 
 def _elected(values: list[Numbers], weights: Sequence[float]) -> Numbers:
     """Return the weighted mean of those that have the sign of the sum; that of 0 is positive."""
-    import numpy as np
-
     weighted = [weight * each for weight, each in zip(weights, values, strict=True)]
     sign = np.where(reduce(add, weighted) >= 0, 1.0, -1.0)
     agree = [np.sign(each) == sign for each in weighted]
@@ -194,7 +178,7 @@ def _elected(values: list[Numbers], weights: Sequence[float]) -> Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class LargestMask:
     """Which numbers of a tensor are among its k largest: of equal ones, the first. NaN is larger than all."""
 
     least: int  # the bits of the k-th largest magnitude
@@ -203,8 +187,6 @@ class TopK:
 
     def mask(self, start: int, values: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which numbers of the block that begins at `start` are among the k largest."""
-        import numpy as np
-
         bits = _bits(values)
         equal = bits == self.least
         left = self.places - self.before[start // BLOCK]
@@ -213,15 +195,13 @@ class TopK:
         return chosen
 
 
-def top_k(values: Pass, k: int) -> TopK:
+def top_k(values: Pass, k: int) -> LargestMask:
     """Return which numbers are the `k` of largest magnitude.
 
     Args:
         values: makes a pass over the tensor.
         k: how many, from 1 to the number of elements.
     """
-    import numpy as np
-
     high, shift, left = 0, 64, k  # the bits of the k-th from `shift` up, and its rank among those with them
     count = SORTED + 1
     while shift and count > SORTED:
@@ -239,20 +219,16 @@ def top_k(values: Pass, k: int) -> TopK:
         high = int(np.partition(same, len(same) - left)[len(same) - left])
         left -= int(np.count_nonzero(same > high))
     equal = [int(np.count_nonzero(_bits(block) == high)) for block in values()]
-    return TopK(high, left, np.cumsum([0, *equal]))
+    return LargestMask(high, left, np.cumsum([0, *equal]))
 
 
 def _digits(values: NDArray[Any], high: int, shift: int) -> NDArray[np.int64]:
     """Count the values of DIGIT bits from `shift` up, of the numbers whose higher bits are these."""
-    import numpy as np
-
     bits = _bits(values) >> np.uint64(shift)
     digits = bits[bits >> np.uint64(DIGIT) == high] & np.uint64((1 << DIGIT) - 1)
     return np.bincount(digits.astype(np.int64), minlength=1 << DIGIT)
 
 
 def _bits(values: NDArray[Any]) -> NDArray[np.uint64]:
-    import numpy as np
-
     bits: NDArray[np.uint64] = values.view(np.uint64) & np.uint64(MAGNITUDE)
     return bits

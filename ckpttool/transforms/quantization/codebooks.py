@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoint.special_tensors import shape_of
+from ...lazy import NDArray, np
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import TensorRef, extent
 from .fields import HIGH_FIRST, Field, Packing, Sizes, elements, numbers, packed
 from .formula import Formula, Grid, Table
-from .groups import Group, Parts
+from .groups import Group, PackedParts
 from .settings import shown
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 STATE = ".quant_state.bitsandbytes__"  # nf4 or fp4 follows
 MAX_STATE = 1 << 16  # bytes of settings of one tensor
 
 
-def of_state(parts: Parts, name: str) -> Group:
+def of_state(parts: PackedParts, name: str) -> Group:
     """Return a weight with its statistics as a group; the lead is the table of its settings."""
     kind = parts.lead.rpartition("__")[2].upper()
     weight, said = parts.need(name), _settings(parts, parts.lead)
@@ -51,7 +49,7 @@ def _in_bytes(weight: TensorRef) -> TensorRef:
     return replace(weight, dtype=DTYPES["uint8"], shape=shape, stride=(1,), offset=offset)
 
 
-def _settings(parts: Parts, name: str) -> dict[str, Any]:
+def _settings(parts: PackedParts, name: str) -> dict[str, Any]:
     tensor = parts.of(name, "uint8")
     parts.require(len(tensor.shape) == 1 and tensor.numel <= MAX_STATE, name, "is too long for settings")
     try:
@@ -63,36 +61,34 @@ def _settings(parts: Parts, name: str) -> dict[str, Any]:
     return said
 
 
-def _shape(parts: Parts, said: dict[str, Any]) -> Sizes:
+def _shape(parts: PackedParts, said: dict[str, Any]) -> Sizes:
     shape = shape_of(said.get("shape"))
     if shape is None:
         raise parts.refused(f"its settings say the shape {shown(said.get('shape'))}")
     return shape
 
 
-def _dtype(parts: Parts, said: dict[str, Any]) -> DType:
+def _dtype(parts: PackedParts, said: dict[str, Any]) -> DType:
     name = said.get("dtype")
     if name not in ("bfloat16", "float16", "float32"):
         raise parts.refused(f"its settings say the type {shown(name)}")
     return DTYPES[name]
 
 
-def _count(parts: Parts, said: dict[str, Any], name: str) -> int:
+def _count(parts: PackedParts, said: dict[str, Any], name: str) -> int:
     value = said.get(name)
     if type(value) is not int or not 0 < value < 1 << 31:
         raise parts.refused(f"its settings say {name} = {shown(value)}")
     return value
 
 
-def _table(parts: Parts, name: str, length: int) -> NDArray[Any]:
-    import numpy as np
-
+def _table(parts: PackedParts, name: str, length: int) -> NDArray[Any]:
     levels = numbers(elements(parts.of(name, "float", (length,)))).read((0,), (length,))
     parts.require(bool(np.isfinite(levels).all()), name, "holds a NaN or an infinity")
     return levels
 
 
-def _largest(parts: Parts, said: dict[str, Any], name: str, blocks: int) -> Field:
+def _largest(parts: PackedParts, said: dict[str, Any], name: str, blocks: int) -> Field:
     """Return the largest magnitude of each block."""
     absmax = f"{name}.absmax"
     if "nested_blocksize" not in said:

@@ -16,7 +16,7 @@ from ...tensors.dtypes import DType
 from ...tensors.losses import CastReports
 from ...tensors.ref import TensorRef
 from ..selection import cast, replace_state
-from .recognise import Found, recognise, unknown
+from .recognise import PackedState, recognise, unknown
 from .settings import packing_beside
 from .subclasses import without_subclasses
 
@@ -102,7 +102,7 @@ def _identity(state: State, name: str) -> object:
     return id(state.container.get(name)) if tensor is None else tensor.view
 
 
-def _nothing(path: str, found: Found) -> CkptToolError:
+def _nothing(path: str, found: PackedState) -> CkptToolError:
     if found.bare:
         hint = f"they are plain numbers, so cast them: --dtype bf16 (the first is '{found.bare[0][:80]}')"
         return NothingToDo(f"{path}: its 8-bit floats have no scales", hint=hint)

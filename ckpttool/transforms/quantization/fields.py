@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...lazy import NDArray, np
 from ...tensors.cast import FLOATS, carrier, reader
 from ...tensors.dtypes import DType, numpy_type
 from ...tensors.ref import Storage, TensorRef
 from ...tensors.values import boxed, boxes_of, read_into
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Sizes = tuple[int, ...]
 
@@ -52,8 +50,6 @@ def elements(tensor: TensorRef) -> Field:
     """Return the elements of a tensor."""
 
     def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
-        import numpy as np
-
         raw = np.empty(prod(size) * tensor.dtype.itemsize, np.uint8)
         read_into(memoryview(raw), boxed(tensor, begin, size))  # type: ignore[arg-type]
         values: NDArray[Any] = raw.view(carried(tensor.dtype)).reshape(size)
@@ -68,8 +64,6 @@ def numbers(field: Field) -> Field:
     read = reader(field.dtype) if field.dtype.name in FLOATS else None
 
     def in_float32(values: NDArray[Any]) -> NDArray[Any]:
-        import numpy as np
-
         with np.errstate(over="ignore"):
             return (read(values) if read else values).astype("<f4", copy=False)
 
@@ -116,16 +110,12 @@ def _with(sizes: Sizes, axis: int, size: int) -> Sizes:
 
 
 def _filled(words: NDArray[Any], axis: int, count: int) -> NDArray[Any]:
-    import numpy as np
-
     more = np.zeros(_with(words.shape, axis, count - words.shape[axis]), words.dtype)
     return np.concatenate([words, more], axis)
 
 
 def _unpacked(words: NDArray[Any], packing: Packing, held: int) -> NDArray[Any]:
     """Return the codes in words, `held` in those that belong together, as bytes."""
-    import numpy as np
-
     bits, axis, order = packing.bits, packing.axis, packing.order
     if axis == words.ndim - 1 and order in (None, HIGH_FIRST):
         if bits == 8:

@@ -10,16 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import Refused
+from ...lazy import NDArray, np
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Computed, Storage, TensorRef
 from ...tensors.values import boxes_of
 from .fields import Field, Sizes, along
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FLOAT = DTYPES["float32"]
 
@@ -34,8 +32,6 @@ class Integers:
 
     def __call__(self, codes: NDArray[Any], out: NDArray[Any]) -> None:
         """Put the numbers of codes into an array of the same shape."""
-        import numpy as np
-
         np.subtract(codes, np.float32(self.less), out=out)
 
 
@@ -57,8 +53,6 @@ class Table:
 @lru_cache(16)
 def _in_pairs(levels: bytes) -> NDArray[Any]:
     """Return the numbers of two codes at once, by the two bytes that hold them."""
-    import numpy as np
-
     each = np.frombuffer(levels, "<f4")
     pairs = np.empty((len(each), 256, 2), "<f4")
     pairs[:, : len(each), 0] = each
@@ -77,8 +71,6 @@ class Grid:
 
     def apply(self, step: Step, values: NDArray[Any], begin: Sizes) -> None:
         """Combine a box of the tensor, which begins there, with the numbers of its blocks, in place."""
-        import numpy as np
-
         last = len(begin) - 1
         first, sizes = self.blocks(begin, values.shape)
         numbers = self.numbers(first, sizes)
@@ -103,8 +95,6 @@ class Grid:
 
     def numbers(self, first: Sizes, sizes: Sizes) -> NDArray[Any]:
         """Return the numbers of a box of blocks, in float32. Raises Refused where one is none."""
-        import numpy as np
-
         numbers = self.field.read(first, sizes).astype("<f4", copy=False)
         if not np.isfinite(numbers).all():
             raise self.refused("holds a NaN or an infinity, which no scale or zero is")
@@ -171,8 +161,6 @@ class Formula:
         """Return the numbers as a field, from which others may be computed."""
 
         def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
-            import numpy as np
-
             out = np.empty(size, "<f4")
             self._put(out, begin)
             return out
@@ -181,8 +169,6 @@ class Formula:
 
     def table(self, codes: NDArray[Any], first: Sizes, sizes: Sizes) -> NDArray[Any]:
         """Return what each of some codes stands for in each block of a box of blocks, in float32."""
-        import numpy as np
-
         values = np.empty(len(codes), "<f4")
         self.levels(codes, values)
         with np.errstate(all="ignore"):
@@ -196,8 +182,6 @@ class Formula:
         return values
 
     def _fill(self, start: int, out: memoryview) -> None:
-        import numpy as np
-
         values = np.frombuffer(out, "<f4")
         for begin, size in boxes_of(self.codes.shape, start // FLOAT.itemsize, len(values)):
             self._put(values[: prod(size)].reshape(size), begin)
@@ -205,8 +189,6 @@ class Formula:
 
     def _put(self, box: NDArray[Any], begin: Sizes) -> None:
         """Put the numbers of a box into an array of its size."""
-        import numpy as np
-
         self.levels(self.codes.read(begin, box.shape), box)
         with np.errstate(all="ignore"):  # overflows are counted where the result is rounded
             if self.zero is not None:

@@ -8,16 +8,14 @@ scale divides) and ModelOpt's NVFP4 (`weight_scale_2` multiplies).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...lazy import NDArray, np
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from .fields import Field, Packing, elements, numbers, packed
 from .formula import Formula, Grid, Table
-from .groups import Group, Parts
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from .groups import Group, PackedParts
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 OF_MX, OF_NV = 32, 16  # numbers that share a scale
@@ -25,8 +23,6 @@ EXPONENTS = ("uint8", "float8_e8m0fnu")  # types of scales that are powers of tw
 
 
 def _levels() -> Table:
-    import numpy as np
-
     return Table(np.array([*MAGNITUDES, *(-each for each in MAGNITUDES)], "<f4"))
 
 
@@ -36,8 +32,6 @@ def scales(given: Field) -> Field:
         return numbers(given)
 
     def power(exponents: NDArray[Any]) -> NDArray[Any]:
-        import numpy as np
-
         with np.errstate(over="ignore"):
             powers: NDArray[Any] = np.ldexp(np.float32(1), exponents.astype("i4") - 127)
         return powers
@@ -45,7 +39,7 @@ def scales(given: Field) -> Field:
     return given.each(power)
 
 
-def of_experts(parts: Parts, name: str) -> Group:
+def of_experts(parts: PackedParts, name: str) -> Group:
     """Return blocks of [experts, rows, groups, 16] bytes with their scales as a group."""
     blocks = parts.of(parts.lead, "uint8")
     parts.require(
@@ -62,7 +56,7 @@ def of_experts(parts: Parts, name: str) -> Group:
     return parts.group(name, "MXFP4", DTYPES["bfloat16"], codes.shape, formula)
 
 
-def of_rows(parts: Parts, name: str, scale: str, *, needs_whole: bool = True) -> Group:
+def of_rows(parts: PackedParts, name: str, scale: str, *, needs_whole: bool = True) -> Group:
     """Return packed rows with their scales as a group: fp8 scales with a global one, or powers of two."""
     weight, given = parts.of(parts.lead, "uint8 int8"), parts.need(scale)
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
@@ -81,15 +75,13 @@ def of_rows(parts: Parts, name: str, scale: str, *, needs_whole: bool = True) ->
     )
 
 
-def _with_whole(parts: Parts, name: str, given: TensorRef) -> Field:
+def _with_whole(parts: PackedParts, name: str, given: TensorRef) -> Field:
     """Return the scales of groups of 16 with that of the whole tensor."""
     divides = f"{name}_global_scale" in parts.tensors
     whole = parts.of(f"{name}_global_scale" if divides else f"{name}_scale_2", "float32")
     parts.require(whole.numel == 1, parts.lead, "has more than one global scale")
 
     def both(values: NDArray[Any]) -> NDArray[Any]:
-        import numpy as np
-
         by = numbers(elements(whole)).read((0,) * len(whole.shape), whole.shape).reshape(())
         with np.errstate(all="ignore"):
             products: NDArray[Any] = values / by if divides else values * by

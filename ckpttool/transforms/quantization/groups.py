@@ -12,7 +12,7 @@ from ...tensors.ref import TensorRef
 from .fields import Sizes
 from .formula import Formula
 from .lookup import rounded
-from .settings import Settings
+from .settings import QuantizationSettings
 from .strips import Strips
 
 
@@ -42,13 +42,13 @@ class Group:
 
 
 @dataclass(slots=True)
-class Parts:
+class PackedParts:
     """The tensors around a packed one, and which of them a scheme used."""
 
     path: str
     tensors: Mapping[str, TensorRef]
     lead: str  # the name of the packed one
-    settings: Settings
+    settings: QuantizationSettings
     strips: Strips = field(default_factory=Strips)
     used: dict[str, None] = field(default_factory=dict)
 

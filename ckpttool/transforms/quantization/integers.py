@@ -11,17 +11,18 @@ from __future__ import annotations
 from math import gcd
 
 from ...errors import Unsupported
+from ...lazy import np
 from ...tensors.ref import TensorRef
 from .fields import Field, Packing, Sizes, elements, numbers, packed
 from .formula import Formula, Grid, Integers
-from .groups import Group, Parts
+from .groups import Group, PackedParts
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 OF_GPTQ = ("gptq", "gptqmodel", "auto-round", "intel/auto-round")
 MANY_GROUPS = 1 << 16  # of which all are read for each piece, where `g_idx` permutes them
 
 
-def of_modules(parts: Parts, stem: str) -> Group:
+def of_modules(parts: PackedParts, stem: str) -> Group:
     """Return `qweight`, `qzeros`, `scales` and `g_idx` of a layer as a group."""
     settings = parts.settings
     if settings.method in OF_GPTQ:
@@ -32,7 +33,7 @@ def of_modules(parts: Parts, stem: str) -> Group:
     raise parts.refused(f"its layout is that of GPTQ or of AWQ, and {said}: put the model's own beside it")
 
 
-def _gptq(parts: Parts, stem: str) -> Group:
+def _gptq(parts: PackedParts, stem: str) -> Group:
     form = parts.settings.text("checkpoint_format") or _packing(parts) or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise Unsupported(
@@ -68,18 +69,16 @@ def _gptq(parts: Parts, stem: str) -> Group:
     return parts.group(f"{stem}.weight", scheme, scales.dtype, codes.shape, formula)
 
 
-def _packing(parts: Parts) -> str:
+def _packing(parts: PackedParts) -> str:
     """Return the format that auto-round names: `auto_round:auto_gptq` is GPTQ's first."""
     named = parts.settings.text("packing_format")
     return "gptq" if named in ("auto_round:auto_gptq", "auto_round:gptq") else named
 
 
-def _index(parts: Parts, name: str, inputs: int, groups: int, size: int) -> Field | None:
+def _index(parts: PackedParts, name: str, inputs: int, groups: int, size: int) -> Field | None:
     """Return the group of each input; None where they are in order, as without an index."""
     if name not in parts.tensors:
         return None
-    import numpy as np
-
     tensor = parts.of(name, "int", (inputs,))
     field, in_order = elements(tensor), True
     for begin in range(0, inputs, 1 << 18):
@@ -93,7 +92,7 @@ def _index(parts: Parts, name: str, inputs: int, groups: int, size: int) -> Fiel
     return None if in_order else field
 
 
-def _awq(parts: Parts, stem: str) -> Group:
+def _awq(parts: PackedParts, stem: str) -> Group:
     settings = parts.settings
     form, bits = (settings.text("version") or "gemm").lower(), settings.number("bits", "w_bit") or 4
     if form != "gemm" or bits != 4:
@@ -120,7 +119,7 @@ def _awq(parts: Parts, stem: str) -> Group:
     return parts.group(f"{stem}.weight", scheme, scales.dtype, (outputs, inputs), formula)
 
 
-def of_rows(parts: Parts, name: str) -> Group:
+def of_rows(parts: PackedParts, name: str) -> Group:
     """Return `weight_packed`, `weight_scale`, `weight_shape` and so on of compressed-tensors as a group."""
     weight = parts.of(parts.lead, "int32")
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
@@ -153,7 +152,7 @@ def _words(bits: int, is_whole: bool, count: int) -> int:
     return -(-count // (32 // bits)) if is_whole else -(-count * bits // 32)
 
 
-def _bits(parts: Parts, shape: Sizes) -> tuple[int, bool]:
+def _bits(parts: PackedParts, shape: Sizes) -> tuple[int, bool]:
     """Return the bits of a code and whether words hold whole codes: the one way that fits the shapes."""
     rows, words = parts.tensors[parts.lead].shape
     named = {group.number("num_bits") or 0 for group in parts.settings.groups()} or {4, 8}
@@ -166,7 +165,7 @@ def _bits(parts: Parts, shape: Sizes) -> tuple[int, bool]:
     return fitting[0]
 
 
-def _size(parts: Parts, inputs: int, groups: int) -> int:
+def _size(parts: PackedParts, inputs: int, groups: int) -> int:
     """Return the size of groups: the one that the settings name, or into which the inputs divide."""
     for group in parts.settings.groups():
         size = group.number("group_size") or 0

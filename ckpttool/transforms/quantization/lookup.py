@@ -9,16 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...lazy import NDArray, np
 from ...tensors.cast import Caster, carrier
 from ...tensors.dtypes import DTYPES, numpy_type
 from ...tensors.ref import LARGEST, Computed, TensorRef
 from .fields import Sizes, boxes_in
 from .formula import FLOAT, Formula
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 PIECE = 1 << 21  # elements of a piece; one costs hundreds of calls of Python, whatever its size
 TILE = 1 << 16  # elements that are looked up together, so that numpy's indices stay in the processor's cache
@@ -44,8 +42,6 @@ def rounded(formula: Formula, caster: Caster, shape: Sizes) -> TensorRef:
 def _keep_freed_memory() -> None:
     """Make the allocator keep what numpy frees: memory from the system costs more than what fills it."""
     # glibc returns less the larger the largest block is that it got from the system and returned: mallopt(3).
-    import numpy as np
-
     np.empty(KEPT, np.uint8)
 
 
@@ -57,8 +53,6 @@ class _Lookup:
         self._codes, self._grid = formula.codes, formula.grids[0]
 
     def fill(self, start: int, out: memoryview) -> None:
-        import numpy as np
-
         width = self._caster.to.itemsize
         values = np.frombuffer(out, carrier(self._caster.to))
         for begin, size in boxes_in(self._codes.shape, start // width, len(values), PIECE):
@@ -72,8 +66,6 @@ class _Lookup:
 
     def _looked_up(self, box: NDArray[Any], begin: Sizes) -> bool:
         """Put the numbers of a box into an array of its size; return False where this gains nothing."""
-        import numpy as np
-
         first, sizes = self._grid.blocks(begin, box.shape)
         if 2 * prod(sizes) * self._codes.codes > box.size:
             return False
@@ -88,8 +80,6 @@ class _Lookup:
 
     def _places(self, begin: Sizes, size: Sizes, first: Sizes) -> list[NDArray[Any]]:
         """Return the block of each element along each axis, counted from the first."""
-        import numpy as np
-
         places = [
             np.arange(at, at + n) // block - start
             for at, n, block, start in zip(begin, size, self._grid.block, first, strict=True)
@@ -101,8 +91,6 @@ class _Lookup:
 
 def _look_up(table: NDArray[Any], codes: NDArray[Any], places: list[NDArray[Any]], out: NDArray[Any]) -> None:
     """Put what codes stand for into an array, by a table of [blocks along each axis, codes]."""
-    import numpy as np
-
     rows = max(1, TILE // prod(out.shape[1:]))
     tiles = [slice(row, row + rows) for row in range(0, len(out), rows)]
     spans = [(int(places[0][tile].min()), int(places[0][tile].max()) + 1) for tile in tiles]
@@ -131,8 +119,6 @@ def rounded_to_fp8(values: NDArray[Any], out: NDArray[Any]) -> None:
 
 @lru_cache(1)
 def _fp8_of_halves() -> NDArray[Any]:
-    import numpy as np
-
     values = (np.arange(1 << 16, dtype="<u4") << 16).view("<f4")
     with np.errstate(all="ignore"):
         codes: NDArray[Any] = values.astype(numpy_type(DTYPES["float8_e4m3fn"])).view("u1")

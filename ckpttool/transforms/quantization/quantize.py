@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Collision, NothingToDo, Refused, UsageFault
+from ...lazy import NDArray, np
 from ...tensors.dtypes import DTYPES, PLAIN_FLOATS, DType
 from ...tensors.ref import Computed, TensorRef
 from ..lora.differences import POSITIONS
@@ -28,9 +29,6 @@ from .fields import Field, Sizes, boxes_in, elements, numbers
 from .formula import Grid
 from .lookup import rounded_to_fp8
 from .scaled import levels_of
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FP8, FLOAT = DTYPES["float8_e4m3fn"], DTYPES["float32"]
 LARGEST = 448.0  # of e4m3
@@ -65,8 +63,6 @@ class Error:
 
     def note(self, exact: NDArray[Any], off: NDArray[Any]) -> None:
         """Count numbers in, and how far off they are. Several threads may call this at once."""
-        import numpy as np
-
         largest = float(np.abs(off).max(initial=0))
         squares, of = (float(np.square(each, dtype="<f8").sum()) for each in (off, exact))
         with self._lock:
@@ -204,8 +200,6 @@ class _Matrix:
 
     @cached_property
     def _found(self) -> NDArray[Any]:
-        import numpy as np
-
         largest = np.zeros(self.shape, "<f4")
         for begin, size in boxes_in(self.tensor.shape, 0, self.tensor.numel, PIECE):
             values = np.abs(self._numbers.read(begin, size))
@@ -224,8 +218,6 @@ class _Matrix:
         return scales
 
     def _fill(self, start: int, out: memoryview) -> None:
-        import numpy as np
-
         scales = self._scales
         field = Field(
             self.shape, lambda begin, size: scales[_box(begin, size)], (self.tensor.storage,), FLOAT

@@ -17,8 +17,8 @@ from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
 from ...words import counted
 from . import codebooks, fp4, integers, scaled
-from .groups import Group, Parts
-from .settings import Settings, packing_beside
+from .groups import Group, PackedParts
+from .settings import QuantizationSettings, packing_beside
 from .strips import Strips
 from .subclasses import Subclass, subclasses
 
@@ -59,12 +59,12 @@ ACTIVATIONS = re.compile(
 # Names of tensors whose values are read to know how others are packed.
 READ = re.compile(rf"[._]g_idx$|_shape$|_format$|quant_map$|{re.escape(codebooks.STATE)}")
 
-NONE = Settings()
+NONE = QuantizationSettings()
 
 # Types of what holds codes, or the settings of bitsandbytes
 HOLDING = {"int32", "uint8", "int8", *(name for name in DTYPES if name.startswith("float8"))}
 
-Make = Callable[[Parts], Group]
+Make = Callable[[PackedParts], Group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PackedState:
     """What is packed in a state, and what is wrong with it.
 
     Attributes:
@@ -97,7 +97,7 @@ class Found:
     unused: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
     faults: tuple[CkptToolError, ...] = ()
-    settings: Settings = NONE
+    settings: QuantizationSettings = NONE
     used: frozenset[str] = frozenset()
 
     @property
@@ -114,7 +114,7 @@ def _layers(names: list[str]) -> int:
     return len({found[0] for name in names if (found := re.match(r"(?:[^.]*\.)*?\d+(?=\.)", name))})
 
 
-def recognise(checkpoint: Checkpoint, state: State) -> Found:
+def recognise(checkpoint: Checkpoint, state: State) -> PackedState:
     """Return what is packed in a state."""
     tensors, path = state.tensors, checkpoint.path
     apart = {each.keys[0]: each for each in subclasses(state, checkpoint.metadata)}
@@ -124,7 +124,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     parts = {name for name in tensors if name.endswith(PARTS) or codebooks.STATE in name}
     bare = {name: tensor.dtype.name for name, tensor in tensors.items() if "float8" in tensor.dtype.name}
     if not makers and not parts:
-        return Found(bare=(*bare,))
+        return PackedState(bare=(*bare,))
     settings, faults = NONE, list[CkptToolError]()
     try:
         settings = packing_beside(path)
@@ -136,7 +136,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
     broken: set[str] = set()  # modules
     strips = Strips()
     for lead, make in makers.items():
-        made = _made(make, looking := Parts(path, tensors, lead, settings, strips))
+        made = _made(make, looking := PackedParts(path, tensors, lead, settings, strips))
         used |= {lead, *looking.used}
         if isinstance(made, Group):
             groups.append(made)
@@ -151,7 +151,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> Found:
         name, kind = next(iter(bare.items()))
         faults.append(Refused(path, f"'{name[:200]}' is of {kind}, and has no scale"))
     of_packed = frozenset(used | parts | {name for name in tensors if _module(name) in broken})
-    return Found(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings, of_packed)
+    return PackedState(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings, of_packed)
 
 
 def require_unpacked(
@@ -181,18 +181,18 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _made(make: Make, parts: Parts) -> Group | CkptToolError:
+def _made(make: Make, parts: PackedParts) -> Group | CkptToolError:
     try:
         return make(parts)
     except CkptToolError as fault:
         return fault
 
 
-def _of_torchao(tensor: Subclass, parts: Parts) -> Group:
+def _of_torchao(tensor: Subclass, parts: PackedParts) -> Group:
     return tensor.group(parts.path)
 
 
-def unknown(path: str, settings: Settings) -> Iterator[Unsupported]:
+def unknown(path: str, settings: QuantizationSettings) -> Iterator[Unsupported]:
     """Yield what is wrong with the method that the settings name, if it is not known here."""
     if settings.method not in KNOWN:
         yield Unsupported(

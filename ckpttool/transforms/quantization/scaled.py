@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
+from ...lazy import np
 from ...tensors.dtypes import DType, numpy_type
 from ...tensors.ref import TensorRef
 from . import fp4
 from .fields import Sizes, elements
 from .formula import Formula, Grid, Integers, Table
-from .groups import Group, Parts
+from .groups import Group, PackedParts
 
 USUAL_BLOCK = 128  # DeepSeek's, whose own files for inference have no settings that say so
 BY_127 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
@@ -29,7 +30,7 @@ def scale_of(tensors: Mapping[str, TensorRef], name: str) -> str | None:
     return next((each for each in (f"{name}_scale_inv", f"{name}_scale", *beside) if each in tensors), None)
 
 
-def scaled(parts: Parts, scale: str) -> Group:
+def scaled(parts: PackedParts, scale: str) -> Group:
     """Return a weight of fp8 or int8 with its scale as a group. Raises Refused where they don't fit."""
     weight, given = parts.tensors[parts.lead], parts.of(scale, "float bfloat uint8")
     if weight.dtype.name == "uint8" or (weight.dtype.name == "int8" and given.dtype.name in fp4.EXPONENTS):
@@ -46,8 +47,6 @@ def scaled(parts: Parts, scale: str) -> Group:
 
 def levels_of(dtype: DType) -> Integers | Table:
     """Return the numbers of all codes of an 8-bit type."""
-    import numpy as np
-
     if dtype.name == "int8":
         return Integers()
     return Table(np.arange(256, dtype=np.uint8).view(numpy_type(dtype)).astype("<f4"))
@@ -57,7 +56,7 @@ def _called(dtype: DType) -> str:
     return {"int8": "int8", "float8_e4m3fn": "fp8"}.get(dtype.name, dtype.name.replace("float8_", "fp8 "))
 
 
-def grid_over(parts: Parts, name: str, shape: Sizes) -> tuple[Grid, str]:
+def grid_over(parts: PackedParts, name: str, shape: Sizes) -> tuple[Grid, str]:
     """Return the scales or zeros of a tensor, and in words what each of them is for.
 
     The size of a block is what the settings say. Raises Refused where the scales are too few or too many.
@@ -91,7 +90,7 @@ def _with_axes(tensor: TensorRef, shape: Sizes) -> TensorRef | None:
     return replace(tensor, shape=(*given, *(1,) * missing), stride=(*tensor.stride, *(1,) * missing))
 
 
-def _blocks(parts: Parts, shape: Sizes, scales: Sizes, cut: list[int]) -> dict[int, int]:
+def _blocks(parts: PackedParts, shape: Sizes, scales: Sizes, cut: list[int]) -> dict[int, int]:
     """Return the size of blocks along the last two axes, as far as these are cut."""
     last = len(shape) - 1
     if not set(cut) <= {last - 1, last}:
@@ -102,7 +101,7 @@ def _blocks(parts: Parts, shape: Sizes, scales: Sizes, cut: list[int]) -> dict[i
     return dict(zip((last - 1, last), _block_sizes(parts), strict=True)) if cut else {}
 
 
-def _group_size(parts: Parts, size: int, groups: int, is_block: bool) -> int:
+def _group_size(parts: PackedParts, size: int, groups: int, is_block: bool) -> int:
     """Return the size of groups that the settings say, or into which a row divides."""
     named = [each.number("group_size") or 0 for each in parts.settings.groups()]
     for said in (*named, *(pair[1] for pair in _pairs(parts))):
@@ -118,18 +117,18 @@ def _group_size(parts: Parts, size: int, groups: int, is_block: bool) -> int:
     return size // groups
 
 
-def _block_sizes(parts: Parts) -> Sizes:
+def _block_sizes(parts: PackedParts) -> Sizes:
     return next(_pairs(parts), (USUAL_BLOCK, USUAL_BLOCK))
 
 
-def _pairs(parts: Parts) -> Iterator[Sizes]:
+def _pairs(parts: PackedParts) -> Iterator[Sizes]:
     """Yield the block sizes that the settings name."""
     settings = parts.settings
     pairs = settings.pair("weight_block_size"), *(w.pair("block_structure") for w in settings.groups())
     yield from filter(None, pairs)
 
 
-def _in_words(parts: Parts, given: Sizes, shape: Sizes, block: Sizes, cut: list[int]) -> str:
+def _in_words(parts: PackedParts, given: Sizes, shape: Sizes, block: Sizes, cut: list[int]) -> str:
     if cut == [len(shape) - 1]:
         return f"groups of {block[-1]}"
     pair = next(_pairs(parts), block[-2:])
@@ -139,7 +138,7 @@ def _in_words(parts: Parts, given: Sizes, shape: Sizes, block: Sizes, cut: list[
     return "per tensor" if block == shape else "per channel"
 
 
-def by_largest(parts: Parts, name: str) -> Group:
+def by_largest(parts: PackedParts, name: str) -> Group:
     """Return an int8 weight of bitsandbytes with the largest magnitude of each row as a group."""
     weight = parts.tensors[parts.lead]
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")

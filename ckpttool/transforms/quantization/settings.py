@@ -17,7 +17,7 @@ SECTIONS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class QuantizationSettings:
     """The section `quantization_config` of a model's settings.
 
     Attributes:
@@ -75,7 +75,7 @@ class Settings:
             case value:
                 raise Damaged(self.path, f"says {name} = {shown(value)}, which is no pair of sizes")
 
-    def groups(self) -> Iterator[Settings]:
+    def groups(self) -> Iterator[QuantizationSettings]:
         """Yield how each group of layers is quantised, of compressed-tensors: `config_groups.*.weights`.
 
         Raises Damaged where one is no object.
@@ -83,7 +83,7 @@ class Settings:
         for name, group in self._object(self.section, "config_groups").items():
             weights = self._object(self._object({name: group}, name), "weights")
             if weights:
-                yield Settings(self.path, weights, self.model)
+                yield QuantizationSettings(self.path, weights, self.model)
 
     def _object(self, of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         value = of.get(name)
@@ -100,7 +100,7 @@ def shown(value: object) -> str:
         return f"a nested {type(value).__name__}"
 
 
-def packing_beside(path: str) -> Settings:
+def packing_beside(path: str) -> QuantizationSettings:
     """Return the settings in the folder of a checkpoint. Raises Damaged where a file of them is no JSON."""
     place, model = settings_beside(path, "config.json")
     for name in SECTIONS:
@@ -109,7 +109,7 @@ def packing_beside(path: str) -> Settings:
             if section is not None and not isinstance(section, dict):
                 raise Damaged(place, f"says {name} = {shown(section)}, which is no object")
             if section:
-                return Settings(place, section, model)
+                return QuantizationSettings(place, section, model)
     place, section = settings_beside(path, *OWN)
     method = {"quant_method": OWN[os.path.basename(place)]} if place else {}
-    return Settings(place, method | section, model)
+    return QuantizationSettings(place, method | section, model)

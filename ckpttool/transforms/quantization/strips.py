@@ -10,14 +10,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import product
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...lazy import NDArray, np
 from ...tensors.ref import TensorRef
 from ...tensors.source import ByteRange
 from .fields import Field, Sizes, carried, elements
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 STRIP, KEPT = 4 << 20, 12  # bytes of a strip, and how many are kept
 FEWEST = 16  # rows of a strip: of longer rows each box is read alone
@@ -43,8 +41,6 @@ class Strips:
         rows = STRIP // max(shape[-1] * tensor.dtype.itemsize, 1)
 
         def read(begin: Sizes, size: Sizes) -> NDArray[Any]:
-            import numpy as np
-
             if rows < FEWEST:
                 return np.ascontiguousarray(whole.read(_turned(begin), _turned(size)).swapaxes(-1, -2))
             out = np.empty(size, carried(tensor.dtype))
@@ -79,8 +75,6 @@ def _turned(sizes: Sizes) -> Sizes:
 
 def _columns(whole: Field, tensor: TensorRef, at: Sizes, count: int) -> NDArray[Any]:
     """Return some columns of a matrix, a call for each row: to map its page would cost more."""
-    import numpy as np
-
     data: Any
     data, width, rows = tensor.storage.data, tensor.dtype.itemsize, tensor.shape[-2]
     nbytes = count * width

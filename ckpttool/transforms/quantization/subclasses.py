@@ -19,9 +19,9 @@ from ...inert_pickle.values import FROM_TYPE, Global, Record, tensor_of
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import TensorRef
 from . import fp4
-from .groups import Group, Parts
+from .groups import Group, PackedParts
 from .scaled import scaled
-from .settings import Settings
+from .settings import QuantizationSettings
 
 ROOT = "torchao."
 TYPES = "_type", "_data"  # the keys of what JSON has of a class
@@ -59,8 +59,10 @@ class Subclass:
             what = f"'{self.name[:200]}' is torchao's {self.kind[:40]}, and none of those read here"
             raise Unsupported(path, f"{what}: {', '.join((*PLAIN, *MICRO))}")
         block = self._block()
-        settings = Settings(path, {"weight_block_size": block}) if block else Settings()
-        parts = Parts(path, {**beside, self.name: data}, self.name, settings)
+        settings = (
+            QuantizationSettings(path, {"weight_block_size": block}) if block else QuantizationSettings()
+        )
+        parts = PackedParts(path, {**beside, self.name: data}, self.name, settings)
         for name in ("act_pre_scale", "is_swizzled_scales"):
             given = self.settings.get(name) or self.tensors.get(name)
             parts.require(not given, self.name, f"has {name}, which is not read here")

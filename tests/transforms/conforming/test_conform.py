@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ckpttool.transforms.conforming.conform import Conformed, conform
-from ckpttool.transforms.conforming.modules import Place
+from ckpttool.transforms.conforming.modules import StateEntry
 from ckpttool.transforms.conforming.search import search
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in
@@ -609,7 +609,7 @@ def test_what_a_model_can_not_say_is_refused(flag: tuple[str, ...] | None, cli: 
     said = "name the other side" if flag is None else "not two" if "--like" in flag else flag[0]
     assert (ran.code, said in ran.err) == (2, True), ran.err
     with ckpttool.open(tmp_path / "in.safetensors") as checkpoint, pytest.raises(UsageFault):
-        conform(checkpoint, {"a": Place((1,), "float32", "a")}, check_values=True)
+        conform(checkpoint, {"a": StateEntry((1,), "float32", "a")}, check_values=True)
 
 
 def test_what_would_be_done_is_said_and_nothing_written(cli: Cli, tmp_path: Path) -> None:
@@ -646,7 +646,7 @@ def test_a_model_says_the_same_as_a_checkpoint_of_it(cli: Cli, tmp_path: Path) -
 # ---- bounds --------------------------------------------------------------------------------------------
 
 
-def many(experts: int, layers: int, words: tuple[str, ...]) -> dict[str, Place]:
+def many(experts: int, layers: int, words: tuple[str, ...]) -> dict[str, StateEntry]:
     """Return the places of a mixture of experts."""
     gate, up, down, moe, attention = words
     places = {}
@@ -657,7 +657,7 @@ def many(experts: int, layers: int, words: tuple[str, ...]) -> dict[str, Place]:
             block = f"model.layers.{layer}.{moe}.experts.{expert}"
             places |= {f"{block}.{gate}.weight": (24, 16), f"{block}.{up}.weight": (24, 16)}
             places[f"{block}.{down}.weight"] = (16, 24)
-    return {name: Place(shape, "float32", name) for name, shape in places.items()}
+    return {name: StateEntry(shape, "float32", name) for name, shape in places.items()}
 
 
 @pytest.mark.long

@@ -19,8 +19,8 @@ import ckpttool
 from ckpttool.errors import Collision, Refused, UsageFault
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.builtin import named
-from ckpttool.transforms.mapping.rules import Rule, Rules
-from ckpttool.transforms.mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Step, Transpose
+from ckpttool.transforms.mapping.rules import MapRules, Rule
+from ckpttool.transforms.mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Transpose, Verb
 from tests.support.layouts import big_endian
 from tests.support.mapped import assert_reversible, mapped, random_state, refusal, rules
 from tests.support.saved import opened
@@ -202,7 +202,7 @@ def test_many_names_take_a_moment(tmp_path: Path) -> None:
     with opened(state, tmp_path) as checkpoint:
         made, _ = apply(checkpoint, rules(*tables))
     assert made.state("")["m.19.w3"].shape == (100, 1)
-    exact = Rules(tuple(Rule((name,), (f"new.{name}",)) for name in state))
+    exact = MapRules(tuple(Rule((name,), (f"new.{name}",)) for name in state))
     with opened(state, tmp_path) as checkpoint:
         apply(checkpoint, exact)
     assert time.perf_counter() - started < 30
@@ -250,7 +250,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Rule, dict[str, torch.Tensor]]:
         for part in range(parts)
     }
     kinds = draw(st.permutations(["concat", "stack", *draw(st.lists(st.sampled_from(EACH), max_size=4))]))
-    steps: list[Step] = []
+    steps: list[Verb] = []
     for kind in kinds:
         axis = draw(st.integers(0, len(shape) - 1))
         if kind == "concat" and parts > 1:
@@ -278,4 +278,4 @@ EACH = ["transpose", "reshape", "permute-heads"]
 def test_any_reversible_rule_is_undone_bit_for_bit(drawn: tuple[Rule, dict[str, torch.Tensor]]) -> None:
     rule, state = drawn
     with tempfile.TemporaryDirectory() as folder:
-        assert_reversible(state, Path(folder), Rules((rule,)))
+        assert_reversible(state, Path(folder), MapRules((rule,)))

@@ -9,7 +9,7 @@ import torch
 
 from ckpttool.transforms.mapping.builtin import names
 from ckpttool.transforms.mapping.rule_file import VERBS, rules_in
-from ckpttool.transforms.mapping.rules import Rule, Rules, Tie
+from ckpttool.transforms.mapping.rules import MapRules, Rule, Tie
 from tests.support.dialects import LLAMA
 from tests.support.mapped import assert_reversible, random_state
 from tests.support.running import ROOT
@@ -17,7 +17,7 @@ from tests.support.running import ROOT
 PAGE = (ROOT / "docs" / "maps.md").read_text(encoding="utf-8")
 
 
-def the_example() -> Rules:
+def the_example() -> MapRules:
     return rules_in(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])
 
 

@@ -12,14 +12,14 @@ from ckpttool.errors import Damaged, Irreversible, Unreadable, UsageFault
 from ckpttool.transforms.mapping.builtin import maps
 from ckpttool.transforms.mapping.numbers import Unknown, evaluated, first_known
 from ckpttool.transforms.mapping.rule_file import read, rules_in
-from ckpttool.transforms.mapping.rules import Count, Drop, Rule, Rules, Tie
+from ckpttool.transforms.mapping.rules import Drop, MapRules, Rule, Tie, ValueCount
 from ckpttool.transforms.mapping.templates import literal, templates
 from ckpttool.transforms.mapping.verbs import Concat, Stack
 from tests.support.mapped import rules
 
 RENAME = 'from = "a"\nto = "b"'
 
-ALL = Rules(
+ALL = MapRules(
     (
         Rule(("a.{i}.{p:w|b}",), ("b.{i}.{p}",), optional=True),
         Rule(("e.{i}.{e}.x", "e.{i}.{e}.y"), ("f.{i}",), (Concat(0, ("h", 2)), Stack("e")), optional="moe"),
@@ -30,7 +30,12 @@ ALL = Rules(
     ),
     rest="keep",
     numbers={"h": ("hidden", "a.b // 2", 7), "n": 3, "odd key": "x"},
-    counts={"i": Count("layers"), "e": Count(4, first=1), "k": Count(gaps=True), "m": Count(("a", "b"))},
+    counts={
+        "i": ValueCount("layers"),
+        "e": ValueCount(4, first=1),
+        "k": ValueCount(gaps=True),
+        "m": ValueCount(("a", "b")),
+    },
     name="all",
     start="one",
     end="another",
@@ -47,7 +52,7 @@ def test_rules_are_read_as_they_are_written() -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_any_name_can_be_written_and_matches_itself_alone(name: str) -> None:
-    by = Rules((Rule((literal(name),), (literal(name + "!"),)),))
+    by = MapRules((Rule((literal(name),), (literal(name + "!"),)),))
     assert rules_in(by.to_toml()) == by
     (template,) = by.rules[0].inputs  # type: ignore[union-attr]
     assert template.literal == template.fill({}) == name

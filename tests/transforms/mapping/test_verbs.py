@@ -18,20 +18,20 @@ from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.values import stream
 from ckpttool.transforms.mapping.rule_file import step_of
-from ckpttool.transforms.mapping.tensors import Misfit
+from ckpttool.transforms.mapping.tensors import VerbMisfit
 from ckpttool.transforms.mapping.verbs import (
     Bundle,
     Cast,
     Concat,
-    Context,
+    CutAxis,
     PermuteHeads,
     Reshape,
-    Scale,
-    Split,
+    RuleContext,
+    Scaling,
     Stack,
-    Step,
     Transpose,
     Unstack,
+    Verb,
 )
 
 
@@ -50,10 +50,10 @@ def value(tensor: TensorRef) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
 
 
-def after(step: Step, *tensors: torch.Tensor, parts: int = 1, **numbers: int) -> list[torch.Tensor]:
+def after(step: Verb, *tensors: torch.Tensor, parts: int = 1, **numbers: int) -> list[torch.Tensor]:
     """Return what a step makes of tensors, each in the layout it has here."""
     bundle = Bundle((), {(): tuple(map(ref, tensors))})
-    made = step.apply(bundle, Context(numbers, parts))
+    made = step.apply(bundle, RuleContext(numbers, parts))
     return [value(each) for those in made.tensors.values() for each in those]
 
 
@@ -101,16 +101,16 @@ def test_stack_is_torch_s_stack_and_unstack_undoes_it(
     axis = data.draw(st.integers(-tensor.dim() - 1, tensor.dim()))
     tensors = [tensor + n for n in range(count)]
     bundle = Bundle(("e",), {(n,): (ref(each),) for n, each in enumerate(tensors)})
-    stacked = Stack("e", axis).apply(bundle, Context({}, 1))
+    stacked = Stack("e", axis).apply(bundle, RuleContext({}, 1))
     assert_bits([value(stacked.tensors[()][0])], torch.stack(tensors, axis))
-    again = Stack("e", axis).inverse().apply(stacked, Context({}, 1))
+    again = Stack("e", axis).inverse().apply(stacked, RuleContext({}, 1))
     assert (again.fields, [*again.tensors]) == (("e",), [(n,) for n in range(count)])
     assert_bits([value(again.tensors[n,][0]) for n in range(count)], *tensors)
 
 
 def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
     bundle = Bundle(("e",), {(n,): (ref(torch.tensor([n])),) for n in (10, 2, 0, 1)})
-    (made,) = Stack("e").apply(bundle, Context({}, 1)).tensors[()]
+    (made,) = Stack("e").apply(bundle, RuleContext({}, 1)).tensors[()]
     assert value(made).tolist() == [[0], [1], [2], [10]]
 
 
@@ -142,13 +142,13 @@ def test_heads_go_from_pairs_to_halves_row_by_row(heads: int, size: int, width: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_scale_rounds_once(dtype: torch.dtype) -> None:
     numbers = torch.tensor([1.0, -3.3, 0.0, -0.0, torch.inf, torch.nan, 1e-30, 6e4]).to(dtype)
-    (made,) = after(Scale(by=0.3), numbers.reshape(2, 4).t())
+    (made,) = after(Scaling(by=0.3), numbers.reshape(2, 4).t())
     exact = (numbers.double() * 0.3).to(dtype).reshape(2, 4).t()
     assert torch.equal(made.nan_to_num(9), exact.nan_to_num(9)) and made.dtype is dtype
 
 
 def test_cast_is_the_cast_of_convert_and_counts_what_overflows() -> None:
-    context = Context({}, 1)
+    context = RuleContext({}, 1)
     bundle = Bundle((), {(): (ref(torch.tensor([1.0, 1e30])),)})
     (made,) = Cast(to="fp16").apply(bundle, context).tensors[()]
     assert (made.dtype.name, value(made).tolist()) == ("float16", [1.0, torch.inf])
@@ -159,7 +159,7 @@ def test_parts_limit_a_step_to_some_of_the_tensors() -> None:
     q, k = torch.arange(4.0).reshape(4, 1), torch.arange(4.0, 8).reshape(4, 1)
     made = after(PermuteHeads(heads=1, to="halves", parts=(1,)), q, k)
     assert_bits(made, q, k[[0, 2, 1, 3]])
-    with pytest.raises(Misfit, match="are 2, and transpose names the parts"):
+    with pytest.raises(VerbMisfit, match="are 2, and transpose names the parts"):
         after(Transpose(parts=(2,)), q, k)
 
 
@@ -176,10 +176,10 @@ ROWS = torch.zeros(6, 4)
         (Concat(0, (6, 6)), [ROWS, torch.zeros(6, 5)], "has shapes [6, 4] and [6, 5]"),
         (Concat(0, (6, 6)), [ROWS, torch.zeros(6)], "has shapes [6, 4] and [6]"),
         (Concat(0), [ROWS, ROWS.half()], "has types float32 and float16"),
-        (Split(0), [ROWS], "has 6 along axis 0, which do not divide by 4"),
-        (Split(0, (1, 2, 3, 4)), [ROWS], "has 6 along axis 0, not 1 + 2 + 3 + 4"),
-        (Split(0, (7, -1, 0, 0)), [ROWS], "not 7 + -1 + 0 + 0"),
-        (Split(0), [ROWS, ROWS], "are 2, and split takes one"),
+        (CutAxis(0), [ROWS], "has 6 along axis 0, which do not divide by 4"),
+        (CutAxis(0, (1, 2, 3, 4)), [ROWS], "has 6 along axis 0, not 1 + 2 + 3 + 4"),
+        (CutAxis(0, (7, -1, 0, 0)), [ROWS], "not 7 + -1 + 0 + 0"),
+        (CutAxis(0), [ROWS, ROWS], "are 2, and split takes one"),
         (Unstack("e", 1), [torch.zeros(3, 0)], "is cut into 1 to"),
         (PermuteHeads(heads=4, to="halves"), [ROWS], "has 6 rows, which do not divide into 4 heads"),
         (PermuteHeads(heads=2, to="halves"), [ROWS], "has heads of 3 rows, which do not divide into pairs"),
@@ -188,19 +188,19 @@ ROWS = torch.zeros(6, 4)
         (Reshape(shape=(5, 5)), [ROWS], "has 24 elements in shape [6, 4], not those of [5, 5]"),
         (Reshape(shape=(-1, -1)), [ROWS], "not those of [-1, -1]"),
         (Reshape(shape=(24,), before=(4, 6)), [ROWS], "has shape [6, 4], not [4, 6]"),
-        (Scale(by=2), [torch.zeros(2, dtype=torch.int64)], "is int64, which is not scaled"),
+        (Scaling(by=2), [torch.zeros(2, dtype=torch.int64)], "is int64, which is not scaled"),
     ],
 )
-def test_tensors_that_do_not_fit_are_said(step: Step, tensors: list[torch.Tensor], said: str) -> None:
-    with pytest.raises(Misfit) as fault:
+def test_tensors_that_do_not_fit_are_said(step: Verb, tensors: list[torch.Tensor], said: str) -> None:
+    with pytest.raises(VerbMisfit) as fault:
         after(step, *tensors, parts=4)
     assert said in str(fault.value)
 
 
 def test_a_claimed_size_of_no_elements_makes_no_million_tensors() -> None:
     huge = TensorRef.contiguous(ref(torch.zeros(0)).storage, DTYPES["float32"], (10**12, 0))
-    with pytest.raises(Misfit, match="is cut into 1 to 256 tensors"):
-        Unstack("e").apply(Bundle((), {(): (huge,)}), Context({}, 1))
+    with pytest.raises(VerbMisfit, match="is cut into 1 to 256 tensors"):
+        Unstack("e").apply(Bundle((), {(): (huge,)}), RuleContext({}, 1))
 
 
 STEPS = [
@@ -222,8 +222,8 @@ def test_a_step_is_written_as_it_is_read(table: dict[str, object]) -> None:
     assert step_of(step_of(table).table()) == step_of(table)
 
 
-@pytest.mark.parametrize("step", [Scale(by=2), Cast(to="bf16"), Reshape(shape=(4,))])
-def test_what_loses_something_has_no_inverse(step: Step) -> None:
+@pytest.mark.parametrize("step", [Scaling(by=2), Cast(to="bf16"), Reshape(shape=(4,))])
+def test_what_loses_something_has_no_inverse(step: Verb) -> None:
     with pytest.raises(Irreversible, match=step.verb):
         step.inverse()
 
