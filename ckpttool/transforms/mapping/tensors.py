@@ -49,7 +49,9 @@ def reshaped(tensor: TensorRef, shape: Sizes) -> TensorRef:
         left = tensor.numel // known if known else 0
         shape = tuple(left if size == -1 else size for size in shape)
     if not fits or prod(shape) != tensor.numel:
-        raise VerbMisfit(f"has {tensor.numel} elements in shape {list(tensor.shape)}, not those of {list(shape)}")
+        raise VerbMisfit(
+            f"has {tensor.numel} elements in shape {list(tensor.shape)}, not those of {list(shape)}"
+        )
     view = tensor.viewed(shape) or materialised(tensor).viewed(shape)
     assert view is not None  # elements in a row take any shape
     return view
