@@ -77,7 +77,7 @@ def flag(name: str, help: str, *names: str) -> Callable[[F], F]:
     return click.option(name, *names, is_flag=True, help=help)
 
 
-def _note_output(ctx: click.Context, argument: click.Parameter, output: str | None) -> str | None:
+def note_output(ctx: click.Context, argument: click.Parameter, output: str | None) -> str | None:
     """Record for the report of an error that stdout is the output file."""
     ctx.ensure_object(Call).to_stderr = output == "-"
     if output is None:
@@ -133,7 +133,7 @@ def part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str,
     if len(given) < 2 and not ctx.resilient_parsing:
         hint = "'OUTPUT'" if given else "'INPUT… OUTPUT'"
         raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="argument")
-    ctx.params["output"] = _note_output(ctx, argument, given[-1]) if given else None
+    ctx.params["output"] = note_output(ctx, argument, given[-1]) if given else None
     return note_inputs(ctx, argument, given[:-1])
 
 
@@ -145,8 +145,8 @@ def argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
 
 input_argument = argument("input", "INPUT")
 inputs_and_output = argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=part_output)
-output_argument = argument("output", "OUTPUT", callback=_note_output)
-optional_output = argument("output", "[OUTPUT]", callback=_note_output, required=False)
+output_argument = argument("output", "OUTPUT", callback=note_output)
+optional_output = argument("output", "[OUTPUT]", callback=note_output, required=False)
 file_argument = argument("file", "FILE")
 files_argument = argument("files", "FILE…", nargs=-1, required=True)
 
@@ -255,12 +255,6 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
     return decorate
 
-
-# Of commands whose answer can also be a page
-page_options = _all(
-    option("--html OUT", "Also write it as a page of HTML, as report does.", "html", callback=_note_output),
-    flag("--force", "Replace the file of --html if it exists."),
-)
 
 # The options of every command, which gets a `console` for them
 reading = _all(

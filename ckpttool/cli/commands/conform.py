@@ -15,9 +15,11 @@ import click
 from ...errors import OutputExists, UsageFault
 from .. import options
 from ..console import Console, printable
+from ..declaring import added, command
 from ..layout import columns, cut_front, fitting, table, terminal_width, without
 from ..options import Job
-from ..rewriting import Change, Outcome, Target, rewrite
+from ..rewriting import Change, Outcome, Target, rewrite, rewritten
+from ..schemas import NAMES, Fields
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -28,9 +30,22 @@ HEADS = ("from", "to", "shape", "steps", "by")
 LINES = 41  # of the table, with its header; -v shows all
 
 
-@click.command("conform")
+def _printed() -> Fields:
+    from ...transforms.conforming.conform import Conformed
+
+    row: Fields = {
+        "from": (NAMES, "templates of the names here"),
+        "to": (NAMES, "templates of the names there"),
+        "steps": (list[dict[str, Any]], "as a rule file has them"),
+        "rests_on": (str, "by what it was found"),
+        "layers": (int, "how many layers it stands for"),
+        "numbers": (dict[str, str], "placeholder -> what it stands for"),
+    }
+    return rewritten(Conformed, {"mapping": ([row], "each rule, with what it rests on")})
+
+
+@command("Convert", "Write it under the names and shapes of another file", _printed)
 @options.option("--like REF", "A checkpoint that loads where this one should; its header alone is read.")
-@options.option("--model SPEC", "In the place of REF: a model, as for doctor. Its code is run.")
 @options.flag("--check-values", "REF is the same model: let values decide, and compare the result with it.")
 @options.flag("--pad-vocab", "Give embeddings and heads with fewer rows than REF's rows of zeros.")
 @options.several("--exclude GLOB", "Leave out keys of INPUT first, such as a head that REF lacks.")
@@ -38,7 +53,9 @@ LINES = 41  # of the table, with its header; -v shows all
 @options.option("--write-map FILE", "Also write the mapping as rules for convert --map.")
 @options.option("--like-state WHERE", "Which state of REF to take if it holds several.")
 @options.writing
-def command(job: Job, like: str | None, model: str | None, write_map: str | None, **choices: Any) -> None:
+def conform(
+    job: Job, like: str | None, write_map: str | None, model: str | None = None, **choices: Any
+) -> None:
     """Write a checkpoint under the names and in the shapes that another one has.
 
     REF is any checkpoint that loads on the other side: a file, a folder or a URL. Renamed modules, layers
@@ -55,7 +72,8 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     """
     from ...tensors import cast
 
-    if (like is None) == (model is None):
+    places: Any = next(iter(added({"model": model})), None)
+    if (like is None) == (places is None):
         what = "name one other side, not two" if like else "name the other side"
         raise click.UsageError(f"{what}: --like REF, or --model SPEC")
     for name in ("check_values", "like_state"):
@@ -68,16 +86,15 @@ def command(job: Job, like: str | None, model: str | None, write_map: str | None
     dtype = cast.target(said.lower()) if said else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        from ...models.diagnosis.dialects import conformed as conform
+        from ...models.diagnosis.dialects import conformed as found_by_names
         from ...transforms import selection
 
         left_out: tuple[str, ...] = ()
         if exclude:
             checkpoint, chosen = selection.select(checkpoint, exclude=exclude, state=target.state)
             left_out = chosen.left_out
-        reference = _places_of(model) if model is not None else like
-        assert reference is not None
-        new, conformed = conform(
+        reference = like if like is not None else places()
+        new, conformed = found_by_names(
             checkpoint, reference, state=target.state, optimizers=target.place.holds_all, **choices
         )
         outcome = _outcome(conformed, like or model or "", job.console)
@@ -124,15 +141,6 @@ def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: Job, also
     also += ["--companions"] * job.companions + ["--force"]
     again = ["ckpttool", "convert", job.input, job.output, "--map", path, *also]
     outcome.notes.append(f"as a command: {shlex.join(again)}")
-
-
-def _places_of(spec: str) -> Any:
-    from ...models.diagnosis.fit import Blueprint
-    from ...models.skeleton import skeleton
-    from ..console import stdout_kept_for_results
-
-    with stdout_kept_for_results():
-        return Blueprint.of(skeleton(spec)).places
 
 
 def _outcome(conformed: Conformed, like: str, console: Console) -> Outcome:

@@ -11,14 +11,15 @@ import click
 
 from .. import options
 from ..console import show_names
+from ..declaring import command
 from ..options import Job
-from ..rewriting import Change, Target, renaming_outcome, rewrite
+from ..rewriting import Change, Target, renaming_outcome, rewrite, rewritten
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
 
-@click.command("strip-prefix")
+@command("Rename", "Take a wrapper's prefix off the keys", rewritten)
 @options.option("--prefix", "What to remove, including the dot.", default="module.", show_default=True)
 @options.flag("--repeat", "Repeat until none is left, e.g. module.module.conv.weight.")
 @options.flag("--anywhere", "Also remove it inside a name, e.g. 0._orig_mod.weight.")
@@ -101,7 +102,7 @@ def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
             return
 
 
-@click.command("add-prefix")
+@command("Rename", "Put a wrapper's prefix before every key", rewritten)
 @options.option(
     "--prefix", "What to put before keys, including the dot.", default="module.", show_default=True
 )
@@ -132,7 +133,7 @@ def add_prefix(job: Job, prefix: str) -> None:
     rewrite(job, transform)
 
 
-@click.command("rename-keys")
+@command("Rename", "Rename keys by regular expressions", rewritten)
 @options.option(
     "--map REGEX=REPLACEMENT",
     "What to rename, as re.sub does. Repeatable; applied in order.",

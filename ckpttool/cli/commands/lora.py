@@ -9,17 +9,25 @@ import click
 
 from .. import options
 from ..console import counted, printable, show_bytes
+from ..declaring import command
 from ..layout import table
 from ..options import Job
 from ..reading import fields_of, note_fields, note_state, open_file
-from ..rewriting import Change, Outcome, Target, report_written, rewrite
+from ..rewriting import WRITTEN, Change, Outcome, Target, report_written, rewrite, rewritten
+from ..schemas import Fields, fields_like
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
     from ...transforms.lora.extract import Extracted
 
 
-@click.command("merge-lora")
+def _merge_printed() -> Fields:
+    from ...transforms.lora.merge import Merged
+
+    return rewritten(Merged)
+
+
+@command("Train on", "Add a LoRA adapter to its base model", _merge_printed)
 @click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
 @click.argument("adapter", metavar="ADAPTER", type=options.PATH)
 @options.output_argument
@@ -53,7 +61,15 @@ def merge_lora(job: Job, adapter: str) -> None:
         rewrite(job, transform)
 
 
-@click.command("extract-lora")
+def _extract_printed() -> Fields:
+    from ...transforms.lora.adapter_folder import SavedAdapter
+    from ...transforms.lora.extract import Extracted, Layer
+
+    worst = (Layer, "the layer with the largest error")
+    return {**fields_like(Extracted), "worst": worst, **fields_like(SavedAdapter), **WRITTEN}
+
+
+@command("Train on", "What a model has learnt, as a LoRA adapter", _extract_printed)
 @click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
 @click.argument("tuned", metavar="TUNED", type=options.PATH, callback=options.note_inputs)
 @options.output_argument

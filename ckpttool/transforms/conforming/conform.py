@@ -56,14 +56,14 @@ class Conformed:
         also: dotted paths of copies of the state, such as an average, that were changed too.
     """
 
-    table: tuple[Row, ...] = field(metadata={"json": False})
-    rules: Rules = field(metadata={"json": False})
-    renamed: Mapping[str, str] = field(metadata={"json": False})
+    table: tuple[Row, ...] = field(metadata={"json": None})
+    rules: Rules = field(metadata={"json": None})
+    renamed: Mapping[str, str] = field(metadata={"json": None})
     dropped: tuple[str, ...] = ()
     untied: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    taken: tuple[str, ...] = ()
+    taken: tuple[str, ...] = field(default=(), metadata={"json": "taken_from_last"})
     lacking: tuple[str, ...] = ()
     padded: tuple[str, ...] = ()
     unshown: tuple[str, ...] = ()
