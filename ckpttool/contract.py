@@ -41,8 +41,10 @@ def noted(words: str, **how: Any) -> Any:
     return field(default=(), metadata={"note": words, **how})
 
 
-@cache
-def tellings(kind: type) -> tuple[Telling, ...]:
+def _tellings(kind: type) -> tuple[Telling, ...]:
     """Return how each field of a class of results is told; of another class, nothing."""
     known = fields(kind) if is_dataclass(kind) else ()
     return tuple(Telling(**{"name": each.name, "json": each.name, **each.metadata}) for each in known)
+
+
+tellings: Callable[[type], tuple[Telling, ...]] = cache(_tellings)

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__, system
-from .declaring import Addition, Command, Context
 from .failure import Call, fail, left_by
+from .options import Addition, Command, Context
 
 OTHER_NAMES = {name: ["inspect"] for name in ("info", "show", "ls", "summary")}  # as other tools have them
 

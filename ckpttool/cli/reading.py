@@ -108,14 +108,14 @@ def answer_each(
     return highest
 
 
-def note_fields(console: Console, result: Any) -> None:
+def note_fields(console: Console, result: object) -> None:
     """Note the names in those fields of a result that have words for a note."""
     for each in tellings(type(result)):
         if each.note:
             console.note_names(each.note, getattr(result, each.name))
 
 
-def fields_of(result: Any) -> dict[str, object]:
+def fields_of(result: object) -> dict[str, object]:
     """Return the fields of a result for JSON; of no result, none."""
     data: dict[str, object] = {}
     for each in tellings(type(result)):

@@ -8,8 +8,6 @@ import click
 
 from .. import options
 from ..console import counted
-from ..declaring import command
-from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..schemas import Fields
 
@@ -31,7 +29,7 @@ def _printed() -> Fields:
     return rewritten(Averaged)
 
 
-@command("Train on", "The mean of several checkpoints, or SLERP, TIES, DARE", _printed)
+@options.command("Train on", "The mean of several checkpoints, or SLERP, TIES, DARE", _printed)
 @options.inputs_and_output
 @options.option("--weights W,W,…", "The weight of each INPUT; equal if not given.", type=_numbers)
 @options.option(
@@ -60,7 +58,7 @@ def _printed() -> Fields:
 )
 @options.option("--seed N", "dare: of the random choice of that part.  [default: 0]", type=int)
 @options.writing_options
-def average(job: Job, weights: list[float] | None, method: str, **settings: Any) -> None:
+def average(job: options.Job, weights: list[float] | None, method: str, **settings: Any) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
 
     Means are computed with twice the precision of float64, whatever the dtype. Integers and booleans, such as

@@ -15,9 +15,7 @@ import click
 from ...errors import OutputExists, UsageFault
 from .. import options
 from ..console import Console, printable
-from ..declaring import added, command
 from ..layout import columns, cut_front, fitting, table, terminal_width, without
-from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..schemas import NAMES, Fields
 
@@ -44,7 +42,7 @@ def _printed() -> Fields:
     return rewritten(Conformed, {"mapping": ([row], "each rule, with what it rests on")})
 
 
-@command("Convert", "Write it under the names and shapes of another file", _printed)
+@options.command("Convert", "Write it under the names and shapes of another file", _printed)
 @options.option("--like REF", "A checkpoint that loads where this one should; its header alone is read.")
 @options.flag("--check-values", "REF is the same model: let values decide, and compare the result with it.")
 @options.flag("--pad-vocab", "Give embeddings and heads with fewer rows than REF's rows of zeros.")
@@ -54,7 +52,7 @@ def _printed() -> Fields:
 @options.option("--like-state WHERE", "Which state of REF to take if it holds several.")
 @options.writing
 def conform(
-    job: Job, like: str | None, write_map: str | None, model: str | None = None, **choices: Any
+    job: options.Job, like: str | None, write_map: str | None, model: str | None = None, **choices: Any
 ) -> None:
     """Write a checkpoint under the names and in the shapes that another one has.
 
@@ -72,7 +70,7 @@ def conform(
     """
     from ...tensors import cast
 
-    places: Any = next(iter(added({"model": model})), None)
+    places: Any = next(iter(options.added({"model": model})), None)
     if (like is None) == (places is None):
         what = "name one other side, not two" if like else "name the other side"
         raise click.UsageError(f"{what}: --like REF, or --model SPEC")
@@ -112,7 +110,7 @@ def conform(
     rewrite(job, transform)
 
 
-def _require_new_map(path: str, job: Job, like: str | None) -> None:
+def _require_new_map(path: str, job: options.Job, like: str | None) -> None:
     """Refuse a place for the rules where --map would not find them, or where another file is."""
     from ...files.commit import require_folder
 
@@ -127,7 +125,9 @@ def _require_new_map(path: str, job: Job, like: str | None) -> None:
     require_folder(path)
 
 
-def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: Job, also: Sequence[str]) -> None:
+def _write_map(
+    path: str, conformed: Conformed, outcome: Outcome, job: options.Job, also: Sequence[str]
+) -> None:
     """Write the rules once OUTPUT is there, and say how convert makes the same of them."""
     from ...files.commit import replacing
 

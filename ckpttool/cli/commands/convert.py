@@ -1,12 +1,13 @@
 """The command `convert`: another format, a choice of tensors, other element types.
 
-What other capabilities add to it (maps, layouts, packed numbers) are options of theirs, each with a `Step`.
+Other capabilities (maps, layouts, packed numbers) add options, whose changes take place before tensors are
+chosen, then, or once they are cast.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,23 +15,18 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CkptToolError, UsageFault
 from .. import options
 from ..console import counted
-from ..declaring import added, command
-from ..options import Job, entry
 from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
     from ...tensors.dtypes import DType
 
-# When a step takes place: before tensors are chosen, then, or once they are cast
-FIRST, MIDDLE, LAST = range(3)
-
 
 @dataclass(slots=True)
 class Conversion:
-    """One call of the command: each step changes the checkpoint, and adds to what is told."""
+    """One call of the command: each change replaces the checkpoint, and adds to what is told."""
 
-    job: Job
+    job: options.Job
     target: Target
     outcome: Outcome
     original: Checkpoint  # as it was read
@@ -38,15 +34,7 @@ class Conversion:
     dtype: DType | None  # that of --dtype; None once that is done
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What options of another capability ask for."""
-
-    apply: Callable[[Conversion], None]
-    when: int = MIDDLE
-
-
-@command("Convert", "Write another format, or other element types", rewritten)
+@options.command("Convert", "Write another format, or other element types", rewritten)
 @options.to_option
 @options.full_option
 @options.option(
@@ -58,11 +46,11 @@ class Step:
 @options.several(
     "--metadata NAME=TEXT",
     "Add text to the header of safetensors: 'format=pt', which some readers want.",
-    entry,
+    options.entry,
 )
 @options.flag("--keep-copies", "Write tied tensors once per name if the format has no ties.")
 @options.writing
-def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
+def convert(job: options.Job, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
@@ -80,7 +68,6 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
     from ...tensors import cast
 
     of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
-    steps: list[Step] = added(changes)
     dtype = cast.target(changes["dtype"].lower()) if changes["dtype"] else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
@@ -90,9 +77,11 @@ def convert(job: Job, full: bool, keep_copies: bool, to: str | None, **changes: 
         conversion = Conversion(job, target, outcome, checkpoint, checkpoint, dtype)
         if dtype is not None:
             _name_dtype(conversion, dtype)
-        own = [Step(lambda _: _choose(conversion, changes), FIRST), Step(_cast, MIDDLE)]
-        for step in sorted([*steps, *own], key=lambda step: step.when):
-            step.apply(conversion)
+        options.added(changes, conversion, when="first")
+        _choose(conversion, changes)
+        options.added(changes, conversion)
+        _cast(conversion)
+        options.added(changes, conversion, when="last")
         return _described(conversion.checkpoint, dict(changes["metadata"]), target), outcome
 
     rewrite(job, transform, full=full, keep_copies=keep_copies, to=to)

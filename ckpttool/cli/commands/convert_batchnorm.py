@@ -8,8 +8,6 @@ import click
 
 from .. import options
 from ..console import counted
-from ..declaring import added, command
-from ..options import Job
 from ..reading import fields_of
 from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..schemas import Fields, fields_like
@@ -38,7 +36,7 @@ def _printed() -> Fields:
     return rewritten(fields_like(PoolReport, maybe=("exact",)), Report)
 
 
-@command("Convert", "BatchNorm to SyncBatchNorm and back; pool ranks", _printed)
+@options.command("Convert", "BatchNorm to SyncBatchNorm and back; pool ranks", _printed)
 @options.inputs_and_output
 @options.option(
     "--to",
@@ -62,7 +60,7 @@ def _printed() -> Fields:
 @options.several("--keep-first GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.")
 @options.writing_options
 def convert_batchnorm(
-    job: Job,
+    job: options.Job,
     to: Literal["sync", "plain"] | None,
     exclude: tuple[str, ...],
     model: str | None = None,
@@ -94,7 +92,7 @@ def convert_batchnorm(
     from ...batchnorm.pool_files import pool_states
     from ...errors import NothingToDo
 
-    others, build = job.inputs[1:], next(iter(added({"model": model})), None)
+    others, build = job.inputs[1:], next(iter(options.added({"model": model})), None)
     if not others:
         _require_one(to, of_ranks)
     counts = dict(of_ranks.pop("counts")) or None

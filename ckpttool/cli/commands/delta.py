@@ -10,8 +10,6 @@ import click
 from ...errors import UsageFault, install
 from .. import options
 from ..console import counted, printable, show_bytes
-from ..declaring import command
-from ..options import Job
 from ..reading import fields_of, note_state, open_file
 from ..rewriting import WRITTEN, Change, Outcome, Target, report_written, rewrite, rewritten
 from ..schemas import Fields, fields_like
@@ -28,7 +26,7 @@ def _printed() -> Fields:
     return {**named, **fields_like(Delta), **fields_like(Saved), **WRITTEN}
 
 
-@command("Keep", "What changed between two checkpoints, losslessly", _printed)
+@options.command("Keep", "What changed between two checkpoints, losslessly", _printed)
 @options.argument("input", "BASE")
 @options.argument("new", "NEW")
 @options.output_argument
@@ -40,7 +38,7 @@ def _printed() -> Fields:
 )
 @options.state_option
 @options.folder_options
-def delta(job: Job, new: str, layout: str | None) -> None:
+def delta(job: options.Job, new: str, layout: str | None) -> None:
     """Write what changed from BASE to NEW, so that apply makes NEW of BASE again, to the last bit.
 
     OUTPUT is a file of safetensors, and its name says no other format. Of each tensor it holds the smallest
@@ -89,7 +87,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
     report_written(console, done, made.saved.path, size, seconds, data, dry=job.dry_run)
 
 
-@command("Keep", "The newer checkpoint, from the older and deltas", rewritten)
+@options.command("Keep", "The newer checkpoint, from the older and deltas", rewritten)
 @click.argument(
     "inputs",
     metavar="BASE DELTA… OUTPUT",
@@ -100,7 +98,7 @@ def delta(job: Job, new: str, layout: str | None) -> None:
 @options.to_option
 @options.full_option
 @options.writing_options
-def apply(job: Job, to: str | None, full: bool) -> None:
+def apply(job: options.Job, to: str | None, full: bool) -> None:
     """Make of BASE what it became by each DELTA, one after another, to the last bit.
 
     BASE may have any format, if its values are those that the first DELTA was made from: their checksums

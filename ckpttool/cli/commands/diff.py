@@ -11,7 +11,6 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable
-from ..declaring import added, command
 from ..layout import terminal_width
 from ..reading import fields_of, note_keys, note_state, note_unread, open_file
 from ..schemas import NAMES, Fields, fields_like
@@ -57,7 +56,7 @@ def _printed() -> Fields:
     }
 
 
-@command("Check", "What differs between two files, by name and value", _printed)
+@options.command("Check", "What differs between two files, by name and value", _printed)
 @options.argument("a", "A")
 @options.argument("b", "B", type=options.PATH)
 @options.option("--rtol X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
@@ -92,7 +91,7 @@ def diff(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **
     """
     from ...analysis import compare
 
-    pages = added(choices, console, a, b)
+    pages = options.added(choices, console, a, b)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted, printable
-from ..declaring import command
-from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..schemas import Fields
 
@@ -27,14 +25,14 @@ def _printed() -> Fields:
     return rewritten({"changed": ([change], "every object that became a plain value")})
 
 
-@command("Convert", "Plain values for objects, as weights_only wants", _printed)
+@options.command("Convert", "Plain values for objects, as weights_only wants", _printed)
 @options.input_argument
 @options.output_argument
 @options.state_option
 @options.device_option
 @options.resume_option
 @options.job_options
-def disarm(job: Job) -> None:
+def disarm(job: options.Job) -> None:
     """Write a .pt of tensors and plain values alone, which torch.load(weights_only=True) takes.
 
     Nothing that INPUT names is imported or called, and OUTPUT names nothing but torch's own tensors and

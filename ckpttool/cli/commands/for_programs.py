@@ -12,10 +12,9 @@ import click
 from ...errors import UsageFault
 from .. import options
 from ..console import Console
-from ..declaring import Command, command
 from ..schemas import Fields
 
-Sections = Mapping[str, Sequence[Command]]  # by title
+Sections = Mapping[str, Sequence[options.Command]]  # by title
 
 NAME = "ckpttool"
 HEAD = f"""\
@@ -60,7 +59,7 @@ SCHEMA: Fields = {
 SKILL: Fields = {"name": (str, "the skill's"), "text": (str, "the page, as Markdown with its front matter")}
 
 
-@command("For programs", "The JSON Schema of a command's --json", SCHEMA)
+@options.command("For programs", "The JSON Schema of a command's --json", SCHEMA)
 @click.argument("name", metavar="COMMAND", required=False)
 @options.reading
 def schema(console: Console, name: str | None) -> None:
@@ -81,7 +80,7 @@ def schema(console: Console, name: str | None) -> None:
     console.result(json.dumps(document, indent=2), document)
 
 
-@command("For programs", "A page for coding assistants, made from the help", SKILL)
+@options.command("For programs", "A page for coding assistants, made from the help", SKILL)
 @options.reading
 def skill(console: Console) -> None:
     """Print a page for coding assistants: what each command is for, its flags, and what to rely on.

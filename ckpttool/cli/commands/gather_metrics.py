@@ -9,7 +9,6 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable, to_json
-from ..declaring import command
 from ..schemas import Fields
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ CERTIFICATE: Fields = {
 }
 
 
-@command("Check", "Exact metrics from one prediction file per rank", CERTIFICATE)
+@options.command("Check", "Exact metrics from one prediction file per rank", CERTIFICATE)
 @options.files_argument
 @options.option("--samples N", "How many samples there must be.", type=click.IntRange(min=0))
 @options.option("--out FILE", "Also write the certificate to FILE, as JSON.", type=options.PATH)

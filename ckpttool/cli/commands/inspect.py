@@ -15,7 +15,6 @@ from ...errors import SeveralCheckpoints
 from ...words import number
 from .. import options
 from ..console import Console, counted, printable, show_bytes
-from ..declaring import added, command
 from ..layout import columns, table, terminal_width, without
 from ..reading import Answer, answer_each, fields_of, open_file
 from ..schemas import Fields, fields_like
@@ -66,7 +65,7 @@ def _printed() -> list[Fields]:
     return [file, run]
 
 
-@command("Look", "Show what is in a file, without running any of it", _printed, several=True)
+@options.command("Look", "Show what is in a file, without running any of it", _printed, several=True)
 @options.files_argument
 @options.option("--depth N", "Show modules N levels deep.", type=click.IntRange(1))
 @options.flag("--tensors", "One line per tensor: name, dtype, shape, bytes.", "listed")
@@ -91,7 +90,7 @@ def inspect(
     from ..inspect_page import page
 
     listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
-    pages = added(flags, console, *files)
+    pages = options.added(flags, console, *files)
 
     def answer(file: str) -> Answer:
         try:

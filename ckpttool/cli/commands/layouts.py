@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from .. import options
 from ..console import counted
-from ..declaring import adds_to
-from ..options import pair, sizes_for
-from .convert import Conversion, Step
+from .convert import Conversion
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -19,20 +16,18 @@ if TYPE_CHECKING:
 Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-@adds_to("convert", behind="exclude")
-@options.several("--permute GLOB=AXES", "Put axes in another order: 'fc.weight=1,0' transposes.", sizes_for)
+@options.adds_to("convert", behind="exclude")
 @options.several(
-    "--reshape GLOB=SHAPE", "Give the same elements another shape: 'fc.weight=10,64,1,1'.", sizes_for
+    "--permute GLOB=AXES", "Put axes in another order: 'fc.weight=1,0' transposes.", options.sizes_for
 )
-@options.several("--tie NEW=OLD", "Give a tensor a second name: 'lm_head.weight=embed.weight'.", pair)
-def convert_layout(permute: Sizes, reshape: Sizes, tie: tuple[tuple[str, str], ...]) -> Step:
-    """Return the change that --permute, --reshape and --tie ask for."""
-    return Step(partial(_laid_out, permute=permute, reshape=reshape, tie=tie))
-
-
-def _laid_out(
+@options.several(
+    "--reshape GLOB=SHAPE", "Give the same elements another shape: 'fc.weight=10,64,1,1'.", options.sizes_for
+)
+@options.several("--tie NEW=OLD", "Give a tensor a second name: 'lm_head.weight=embed.weight'.", options.pair)
+def convert_layout(
     conversion: Conversion, permute: Sizes, reshape: Sizes, tie: tuple[tuple[str, str], ...]
 ) -> None:
+    """Give tensors other axes, shapes and second names."""
     from ...transforms import layout
 
     state = conversion.target.state
@@ -47,22 +42,22 @@ def _laid_out(
         conversion.outcome.done += f", {counted(len(tie), 'name')} tied"
 
 
-@adds_to("convert", behind="drop")
+@options.adds_to("convert", behind="drop")
 @options.option(
     "--complex",
     "Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
     "complex_",
     type=click.Choice(["split", "join"]),
 )
-def convert_complex(complex_: str | None) -> Step | None:
-    """Return the change that --complex asks for."""
-    return Step(partial(_complex, way=complex_)) if complex_ else None
-
-
-def _complex(conversion: Conversion, way: str) -> None:
+def convert_complex(conversion: Conversion, complex_: str | None) -> None:
+    """Split complex tensors into pairs, or join such pairs."""
+    if complex_ is None:
+        return
     from ...transforms import layout
 
-    change, done = {"split": (layout.split_complex, "split"), "join": (layout.join_complex, "joined")}[way]
+    change, done = {"split": (layout.split_complex, "split"), "join": (layout.join_complex, "joined")}[
+        complex_
+    ]
     changed = change(conversion.checkpoint, state=conversion.target.state)
     _take(conversion, *changed, "complex tensor", done)
 

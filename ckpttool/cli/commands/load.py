@@ -13,7 +13,6 @@ import click
 
 from .. import options
 from ..console import Console, printable, show_bytes, stdout_kept_for_results
-from ..declaring import adds_to, command
 from ..failure import mismatch_fields
 from ..reading import fields_of, note_fields, note_state, open_file
 from ..schemas import KEYS, Fields, fields_like
@@ -40,7 +39,7 @@ def _doctor_printed() -> Fields:
     return {**fields_like(Diagnosis), "problems": problems, **KEYS}
 
 
-@command("Load", "Why it does not load, and the commands that fix it", _doctor_printed)
+@options.command("Load", "Why it does not load, and the commands that fix it", _doctor_printed)
 @options.file_argument
 @options.option("--model SPEC", options.MODEL)
 @options.option("--like REF", "In the place of a model: a checkpoint that loads into it. No code is run.")
@@ -134,7 +133,7 @@ def _reload_printed() -> Fields:
     }
 
 
-@command("Load", "Load strictly into a plain model, in one process", _reload_printed)
+@options.command("Load", "Load strictly into a plain model, in one process", _reload_printed)
 @options.file_argument
 @options.model_option
 @options.option("--input-shape N,…", "Also run a forward pass on zeros of this shape.", type=options.shape)
@@ -226,7 +225,7 @@ def _line(loaded: Reloaded, spec: str, seconds: float) -> str:
 # ---- Options of other commands that take a model -----------------------------------------------------------
 
 
-@adds_to("slim", behind="output")
+@options.adds_to("slim", behind="output")
 @options.option(
     "--model SPEC", "Name the tensors of an average that lists them in the order of this model's parameters."
 )
@@ -235,7 +234,7 @@ def slim_model(model: str | None) -> Parameters | None:
     return _parameters_of(model) if model else None
 
 
-@adds_to("optimizer", behind="to")
+@options.adds_to("optimizer", behind="to")
 @options.option(
     "--model SPEC",
     "Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
@@ -245,7 +244,7 @@ def optimizer_model(model: str | None) -> Parameters | None:
     return _parameters_of(model) if model else None
 
 
-@adds_to("conform", behind="like")
+@options.adds_to("conform", behind="like")
 @options.option("--model SPEC", "In the place of REF: a model, as for doctor. Its code is run.")
 def conform_model(model: str | None) -> Callable[[], Any] | None:
     """Return what finds the names and shapes of --model."""
@@ -254,7 +253,7 @@ def conform_model(model: str | None) -> Callable[[], Any] | None:
     return (lambda: Blueprint.of(_skeleton(model)).places) if model else None
 
 
-@adds_to("convert-batchnorm", behind="to")
+@options.adds_to("convert-batchnorm", behind="to")
 @options.option(
     "--model SPEC",
     "The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",

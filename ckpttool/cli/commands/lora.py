@@ -9,9 +9,7 @@ import click
 
 from .. import options
 from ..console import counted, printable, show_bytes
-from ..declaring import command
 from ..layout import table
-from ..options import Job
 from ..reading import fields_of, note_fields, note_state, open_file
 from ..rewriting import WRITTEN, Change, Outcome, Target, report_written, rewrite, rewritten
 from ..schemas import Fields, fields_like
@@ -27,12 +25,12 @@ def _merge_printed() -> Fields:
     return rewritten(Merged)
 
 
-@command("Train on", "Add a LoRA adapter to its base model", _merge_printed)
+@options.command("Train on", "Add a LoRA adapter to its base model", _merge_printed)
 @click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
 @click.argument("adapter", metavar="ADAPTER", type=options.PATH)
 @options.output_argument
 @options.writing_options
-def merge_lora(job: Job, adapter: str) -> None:
+def merge_lora(job: options.Job, adapter: str) -> None:
     """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
 
     BASE is the model's file or folder of shards, ADAPTER the folder that PEFT or diffusers wrote, or a file
@@ -69,7 +67,7 @@ def _extract_printed() -> Fields:
     return {**fields_like(Extracted), "worst": worst, **fields_like(SavedAdapter), **WRITTEN}
 
 
-@command("Train on", "What a model has learnt, as a LoRA adapter", _extract_printed)
+@options.command("Train on", "What a model has learnt, as a LoRA adapter", _extract_printed)
 @click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
 @click.argument("tuned", metavar="TUNED", type=options.PATH, callback=options.note_inputs)
 @options.output_argument
@@ -81,7 +79,7 @@ def _extract_printed() -> Fields:
 )
 @options.state_option
 @options.folder_options
-def extract_lora(job: Job, tuned: str, rank: int, others: str | None) -> None:
+def extract_lora(job: options.Job, tuned: str, rank: int, others: str | None) -> None:
     """Write what TUNED has learnt since BASE as a LoRA adapter, the inverse of merge-lora.
 
     OUTPUT is a folder that PEFT and merge-lora read. Each linear layer and convolution that differs gets the

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import click
 
 from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted
-from ..declaring import adds_to, command
 from ..layout import table, terminal_width, wrapped
 from ..schemas import Fields, fields_like
-from .convert import Conversion, Step
+from .convert import Conversion
 
 LISTED: Fields = {
     "name": (str, "as --map takes it"),
@@ -26,7 +23,7 @@ LISTED: Fields = {
 MAP: Fields = {"name": (str, "as --map takes it"), "rules": (str, "the rule file's text")}
 
 
-@command("Convert", "The architectures that convert --map changes between", [[LISTED], MAP])
+@options.command("Convert", "The architectures that convert --map changes between", [[LISTED], MAP])
 @click.argument("name", metavar="[NAME]", required=False)
 @options.reading
 def maps(console: Console, name: str | None) -> None:
@@ -72,24 +69,20 @@ def _mapped_printed() -> Fields:
     return fields_like(Mapped)
 
 
-@adds_to("convert", behind="exclude", prints=_mapped_printed)
+@options.adds_to("convert", behind="exclude", prints=_mapped_printed)
 @options.option(
     "--map NAME", "Change the architecture by a map (ckpttool maps), or by the rules in a .toml file.", "map_"
 )
 @options.flag("--inverse", "Apply the --map backwards.")
 @options.option("--config FILE", "The model's config, which --map takes numbers from; default: beside INPUT.")
-def convert_map(map_: str | None, **how: Any) -> Step | None:
-    """Check the options of --map, and return the change that they ask for."""
-    if map_ is not None:
-        return Step(partial(_mapped, map_=map_, **how))
-    for flag, given in how.items():
-        if given:
-            hint = "--map NAME; ckpttool maps lists them"
-            raise UsageFault(f"--{flag} is of --map, which is not given", hint=hint)
-    return None
-
-
-def _mapped(conversion: Conversion, map_: str, inverse: bool, config: str | None) -> None:
+def convert_map(conversion: Conversion, map_: str | None, inverse: bool, config: str | None) -> None:
+    """Change the names and shapes by a map."""
+    if map_ is None:
+        for flag, given in (("--inverse", inverse), ("--config", config)):
+            if given:
+                hint = "--map NAME; ckpttool maps lists them"
+                raise UsageFault(f"{flag} is of --map, which is not given", hint=hint)
+        return
     from ...checkpoint.states import is_numbered
     from ...inert_pickle.values import walk
     from ...transforms.mapping.applying import FILES, apply_map

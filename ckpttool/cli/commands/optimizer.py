@@ -8,8 +8,6 @@ import click
 
 from .. import options
 from ..console import counted
-from ..declaring import added, command
-from ..options import Job
 from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..schemas import Fields
 
@@ -25,7 +23,7 @@ def _printed() -> Fields:
     return rewritten(Rekeyed)
 
 
-@command("Train on", "Optimizer state by name or index, or for another order", _printed)
+@options.command("Train on", "Optimizer state by name or index, or for another order", _printed)
 @options.writing
 @options.option(
     "--to",
@@ -38,7 +36,7 @@ def _printed() -> Fields:
     "An optimizer without names lists its parameters in the order of the file's state, or of --model.",
     type=click.Choice(["state", "model"]),
 )
-def optimizer(job: Job, to: Form, order: Order | None, **of_model: Any) -> None:
+def optimizer(job: options.Job, to: Form, order: Order | None, **of_model: Any) -> None:
     """Key the state of every optimizer in a file by parameter names, or by torch's indices.
 
     torch keys it by index and loads it by position, so a model whose layers are in another order silently
@@ -59,7 +57,7 @@ def optimizer(job: Job, to: Form, order: Order | None, **of_model: Any) -> None:
     """
     from ...transforms.optimizer.rekey import rekeyed
 
-    parameters = next((each.shapes for each in added(of_model)), None)
+    parameters = next((each.shapes for each in options.added(of_model)), None)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, change = rekeyed(checkpoint, to, parameters=parameters, state=target.state, order=order)

@@ -10,7 +10,6 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable
-from ..declaring import command
 from ..reading import fields_of
 from ..schemas import Fields, fields_like
 
@@ -31,7 +30,7 @@ def _printed() -> Fields:
     }
 
 
-@command("Check", "Whether a training run's record holds, bit for bit", _printed)
+@options.command("Check", "Whether a training run's record holds, bit for bit", _printed)
 @options.argument("run", "RUN", type=options.PATH)
 @click.argument("flags", metavar="[-- TRAINER FLAGS…]", nargs=-1)
 @options.option(

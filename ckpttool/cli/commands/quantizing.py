@@ -11,9 +11,8 @@ import click
 
 from .. import options
 from ..console import counted
-from ..declaring import adds_to
 from ..schemas import Fields, fields_like
-from .convert import FIRST, LAST, Conversion, Step
+from .convert import Conversion
 
 if TYPE_CHECKING:
     from ...transforms.quantization.quantize import Quantized
@@ -25,20 +24,18 @@ def _dequantized_printed() -> Fields:
     return fields_like(Dequantized)
 
 
-@adds_to("convert", behind="metadata", prints=_dequantized_printed)
+@options.adds_to("convert", behind="metadata", when="first", prints=_dequantized_printed)
 @options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
-def convert_dequantize(dequantize: bool) -> Step | None:
-    """Return the change that --dequantize asks for."""
-    return Step(_dequantize, FIRST) if dequantize else None
-
-
-def _dequantize(conversion: Conversion) -> None:
+def convert_dequantize(conversion: Conversion, dequantize: bool) -> None:
+    """Make packed tensors plain."""
+    if not dequantize:
+        return
     from ...checkpoint.settings import SECTIONS
-    from ...transforms.quantization.dequantize import dequantize
+    from ...transforms.quantization.dequantize import dequantize as made_plain
     from ...transforms.quantization.settings import OWN
 
     original, dtype, state = conversion.original, conversion.dtype, conversion.target.state
-    conversion.checkpoint, report = dequantize(original, dtype=dtype, state=state)
+    conversion.checkpoint, report = made_plain(original, dtype=dtype, state=state)
     conversion.dtype = None  # each value is rounded once
     outcome, schemes = conversion.outcome, report.dequantized
     outcome.casting, outcome.result = report.casting, report
@@ -64,24 +61,22 @@ def _quantized_printed() -> Fields:
     return {**fields_like(Quantized), "errors": ([error], "with --quantize: of each tensor")}
 
 
-@adds_to("convert", behind="metadata", prints=_quantized_printed)
+@options.adds_to("convert", behind="metadata", when="last", prints=_quantized_printed)
 @options.option(
     "--quantize SCHEME",
     "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
     type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
 )
-def convert_quantize(quantize: str | None) -> Step | None:
-    """Return the change that --quantize asks for."""
-    return Step(partial(_quantize, scheme=quantize), LAST) if quantize else None
-
-
-def _quantize(conversion: Conversion, scheme: str) -> None:
-    from ...transforms.quantization.quantize import quantize
+def convert_quantize(conversion: Conversion, quantize: str | None) -> None:
+    """Pack the matrices of layers."""
+    if quantize is None:
+        return
+    from ...transforms.quantization.quantize import quantize as packed
 
     state, outcome = conversion.target.state, conversion.outcome
-    conversion.checkpoint, report = quantize(conversion.checkpoint, scheme, state=state)
+    conversion.checkpoint, report = packed(conversion.checkpoint, quantize, state=state)
     outcome.result, outcome.written = report, partial(_say_errors, conversion, report)
-    outcome.done += f", {counted(len(report.errors), 'tensor')} in {scheme}"
+    outcome.done += f", {counted(len(report.errors), 'tensor')} in {quantize}"
     section = report.quantization_config
     settings = {"quantization_config": section}
     _correct(conversion, settings, f'"quantization_config": {json.dumps(section)}')

@@ -12,8 +12,6 @@ import click
 from ...errors import NothingToDo, RanksDiffer, Refused, UsageFault
 from .. import options
 from ..console import Console, counted, show_bytes
-from ..declaring import command
-from ..options import Job
 from ..reading import fields_of, note_fields, note_state, open_file
 from ..rewriting import (
     BESIDE,
@@ -39,7 +37,7 @@ def _merge_printed() -> Fields:
     return rewritten({"ranks?": (ranks, "those that wrote the input")})
 
 
-@command("Convert", "Write what many ranks wrote as one checkpoint", _merge_printed)
+@options.command("Convert", "Write what many ranks wrote as one checkpoint", _merge_printed)
 @options.inputs_and_output
 @options.to_option
 @options.full_option
@@ -56,7 +54,12 @@ def _merge_printed() -> Fields:
 )
 @options.writing_options
 def merge(
-    job: Job, to: str | None, full: bool, dtype: str | None, take_rank: int | None, take_step: int | None
+    job: options.Job,
+    to: str | None,
+    full: bool,
+    dtype: str | None,
+    take_rank: int | None,
+    take_step: int | None,
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
 
@@ -166,7 +169,7 @@ def _split_printed() -> list[Fields]:
     return [as_dtensors, rewritten({"ranks": (int, "as given")})]
 
 
-@command("Convert", "Write one checkpoint as files for many ranks", _split_printed)
+@options.command("Convert", "Write one checkpoint as files for many ranks", _split_printed)
 @options.input_argument
 @options.output_argument
 @options.option("--ranks W", "How many ranks there are.", type=click.IntRange(1), required=True)
@@ -191,7 +194,7 @@ def _split_printed() -> list[Fields]:
 )
 @options.state_option
 @options.job_options
-def split(job: Job, ranks: int, form: str, **of_mesh: Any) -> None:
+def split(job: options.Job, ranks: int, form: str, **of_mesh: Any) -> None:
     """Write a whole checkpoint as files that the ranks of a training run load: the inverse of merge.
 
     As dtensor, rank R of W gets OUTPUT/model_world_size_W_rank_R.pt, cut as fully_shard(model) cuts it, and
@@ -238,7 +241,7 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     ]
 
 
-def _as_dtensors(job: Job, ranks: int, of_mesh: dict[str, Any]) -> None:
+def _as_dtensors(job: options.Job, ranks: int, of_mesh: dict[str, Any]) -> None:
     from ...formats import splitting
     from ...formats.saving.destination import Destination
 

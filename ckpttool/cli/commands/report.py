@@ -9,7 +9,6 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable, show_bytes
-from ..declaring import adds_to, command
 from ..reading import fields_of
 from ..schemas import Fields, fields_like
 
@@ -33,7 +32,7 @@ def _printed() -> Fields:
     return {**fields_like(Reported), "dry_run?": (Literal[True], "nothing was written")}
 
 
-@command("Look", "A page to look at: contents, changes, or a run", _printed)
+@options.command("Look", "A page to look at: contents, changes, or a run", _printed)
 @click.argument("inputs", metavar="FILE [OTHER] OUT.html", nargs=-1, callback=options.part_output)
 @options.flag("--no-values", "Do not read values: no ranges, means or histograms, and no search for NaN.")
 @options.state_option
@@ -73,40 +72,47 @@ def report(
     console.result(console.sentence(line), {**fields_of(found), **dry})
 
 
-@adds_to("inspect", behind="no_verify")
+@options.adds_to("inspect", behind="no_verify")
 @html_option
 @force_option
 def inspect_page(console: Console, *files: str, html: str | None, force: bool) -> Page | None:
     """Check the place of --html, and return what writes the page of a summary."""
-    if html is None:
-        return None
-    from ...reporting.contents import contents
-    from ...reporting.report import require_writable, write
-
-    if len(files) > 1:
+    if html is not None and len(files) > 1:
         raise click.UsageError(f"--html {html}: a page is of one FILE")
-    require_writable(html, files, force)
 
-    def write_page(checkpoint: Checkpoint, summary: Summary, stats: Mapping[str, Stats | None]) -> None:
-        write(html, files, {"checkpoint": contents(checkpoint, summary, stats)})
-        console.note(f"page -> {printable(html)}")
+    def about(checkpoint: Checkpoint, summary: Summary, stats: Mapping[str, Stats | None]) -> dict[str, Any]:
+        from ...reporting.contents import contents
 
-    return write_page
+        return {"checkpoint": contents(checkpoint, summary, stats)}
+
+    return _page(console, files, html, force, about)
 
 
-@adds_to("diff", behind="no_verify")
+@options.adds_to("diff", behind="no_verify")
 @html_option
 @force_option
 def diff_page(console: Console, *files: str, html: str | None, force: bool) -> Page | None:
     """Check the place of --html, and return what writes the page of a comparison."""
+
+    def about(a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str | None) -> dict[str, Any]:
+        from ...reporting import report as pages
+
+        return pages.about(a, {}, state, [b], comparison)
+
+    return _page(console, files, html, force, about)
+
+
+def _page(
+    console: Console, files: tuple[str, ...], html: str | None, force: bool, about: Callable[..., Any]
+) -> Page | None:
     if html is None:
         return None
-    from ...reporting.report import about, require_writable, write
+    from ...reporting.report import require_writable, write
 
     require_writable(html, files, force)
 
-    def write_page(a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str | None) -> None:
-        write(html, files, about(a, {}, state, [b], comparison))
+    def write_page(*found: Any) -> None:
+        write(html, files, about(*found))
         console.note(f"page -> {printable(html)}")
 
     return write_page

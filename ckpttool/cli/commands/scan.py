@@ -8,7 +8,6 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable, say, to_json
-from ..declaring import command
 from ..reading import fields_of
 from ..schemas import NAMES, Fields, fields_like
 
@@ -27,7 +26,7 @@ def _printed() -> Fields:
     return {"files": ([file], "every file that was looked at")}
 
 
-@command("Check", "What could run in files and folders if unpickled", _printed)
+@options.command("Check", "What could run in files and folders if unpickled", _printed)
 @options.argument("paths", "PATH…", nargs=-1, required=True)
 @options.several("--allow PATTERN", "Names that count as harmless, e.g. 'sklearn.*'.")
 @options.flag("--sarif", "Print SARIF 2.1.0, which code scanning takes, instead of lines or JSON.")

@@ -11,8 +11,6 @@ import click
 from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted, printable, show_bytes
-from ..declaring import added, command
-from ..options import Job
 from ..reading import fields_of
 from ..rewriting import WRITTEN, Change, Outcome, Target, rewrite, rewritten
 from ..schemas import Fields, fields_like
@@ -29,7 +27,7 @@ def _printed() -> list[Fields]:
     return [rewritten(), {**fields_like(SlimmedRun), **freed, **WRITTEN}]
 
 
-@command("Convert", "Only the model's state; or room in a run's folder", _printed)
+@options.command("Convert", "Only the model's state; or room in a run's folder", _printed)
 @options.input_argument
 @options.optional_output
 @options.flag("--in-place", "INPUT is the folder of a run: replace its older checkpoints one after another.")
@@ -39,7 +37,7 @@ def _printed() -> list[Fields]:
 @options.several("--drop NAME", "With --in-place: leave out this alone, e.g. optimizer.")
 @options.writing_options
 def slim(
-    job: Job, in_place: bool, keep_newest: int | None, drop: tuple[str, ...], model: str | None = None
+    job: options.Job, in_place: bool, keep_newest: int | None, drop: tuple[str, ...], model: str | None = None
 ) -> None:
     """Write only the model's state, without bytes that none of its tensors uses.
 
@@ -69,11 +67,11 @@ def slim(
     _to_output(job, model)
 
 
-def _to_output(job: Job, model: str | None) -> None:
+def _to_output(job: options.Job, model: str | None) -> None:
     from ...transforms import selection
     from ...transforms.ema_names import with_names
 
-    parameters = next(iter(added({"model": model})), None)
+    parameters = next(iter(options.added({"model": model})), None)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         named = with_names(checkpoint, target.state, parameters) if parameters else None
@@ -88,7 +86,7 @@ def _to_output(job: Job, model: str | None) -> None:
     rewrite(job, transform)
 
 
-def _require_sense(job: Job, model: str | None, keep_newest: int | None) -> None:
+def _require_sense(job: options.Job, model: str | None, keep_newest: int | None) -> None:
     """Refuse what `--in-place` has no use for, and the lack of what it needs."""
     if job.output:
         hint = "leave it out, or --in-place"
@@ -108,7 +106,7 @@ def _require_sense(job: Job, model: str | None, keep_newest: int | None) -> None
             raise UsageFault(f"{flag}: has no effect with --in-place", hint="leave it out")
 
 
-def _in_place(job: Job, keep_newest: int, drop: tuple[str, ...]) -> None:
+def _in_place(job: options.Job, keep_newest: int, drop: tuple[str, ...]) -> None:
     from ...slimming import slim_in_place
 
     console, started = job.console, time.perf_counter()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from .. import options
 from ..console import Console, counted, printable, show_bytes
-from ..declaring import command
 from ..reading import Answer, answer_each, fields_of, note_keys, note_state, note_unread, open_file
 from ..schemas import Fields, fields_like
 
@@ -25,7 +24,7 @@ def _printed() -> Fields:
     }
 
 
-@command("Check", "Read every byte: structure, checksums, NaN, infinity", _printed, several=True)
+@options.command("Check", "Read every byte: structure, checksums, NaN, infinity", _printed, several=True)
 @options.files_argument
 @options.option(
     "--against OTHER",
@@ -110,7 +109,7 @@ DIGEST: Fields = {
 }
 
 
-@command("Look", "One SHA-256 for a model, the same in every format", DIGEST, several=True)
+@options.command("Look", "One SHA-256 for a model, the same in every format", DIGEST, several=True)
 @options.files_argument
 @options.state_option
 @options.no_verify_option
