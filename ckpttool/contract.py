@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 SCHEMA = 1  # goes up when a field gets another meaning, or goes; a new field leaves it as it is
@@ -29,3 +30,28 @@ def finite(value: Any, instead: Callable[[float], str | None] = lambda _: None) 
     if isinstance(value, Mapping):
         return {str(key): finite(item, instead) for key, item in value.items()}
     return [finite(item, instead) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """How commands tell one field of a result: what the field's `metadata` says, by the same names."""
+
+    name: str  # of the attribute
+    json: str | None  # its name in JSON, where that is another; None where JSON lacks it
+    note: str = ""  # the words of a note before the names in it; "" where there is no note
+    counted: bool = False  # JSON has how many names there are, and not the names
+    if_any: bool = False  # JSON lacks it where there is nothing to say
+
+
+def noted(words: str, **how: Any) -> Any:
+    """Return a field of names, () by default, which a note tells after these words; see `Telling`."""
+    return field(default=(), metadata={"note": words, **how})
+
+
+def _tellings(kind: type) -> tuple[Telling, ...]:
+    """Return how each field of a class of results is told; of another class, nothing."""
+    known = fields(kind) if is_dataclass(kind) else ()
+    return tuple(Telling(**{"name": each.name, "json": each.name, **each.metadata}) for each in known)
+
+
+tellings: Callable[[type], tuple[Telling, ...]] = cache(_tellings)

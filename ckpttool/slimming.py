@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,7 @@ class SlimmedRun:
         kept: the files that stay as they are, checkpoints or not, each with the reason.
     """
 
-    path: str
+    path: str = field(metadata={"json": "output"})
     slimmed: tuple[Slimmed, ...]
     kept: tuple[Slimmed, ...]
 

@@ -18,9 +18,9 @@ def pages() -> dict[str, str]:
     parent = click.Context(group, info_name=NAME, **group.context_settings)
     made = {f"{NAME}.1": _page(NAME, "a workbench for PyTorch checkpoints", [*_of_tool(parent)])}
     for commands in SECTIONS.values():
-        for command, line in commands.items():
+        for command in commands:
             name = f"{NAME}-{command.name}"
-            made[f"{name}.1"] = _page(name, line, [*_of_command(command, parent)])
+            made[f"{name}.1"] = _page(name, command.summary, [*_of_command(command, parent)])
     return made
 
 
@@ -34,8 +34,8 @@ def _of_tool(context: click.Context) -> Iterator[str]:
     yield from (".SH DESCRIPTION", *_paragraphs(str(group.help)))
     for title, commands in SECTIONS.items():
         yield f'.SS "{title}"'
-        for command, line in commands.items():
-            yield from (".TP", rf"\fB{_text(f'{NAME}-{command.name}')}\fP(1)", _text(line))
+        for command in commands:
+            yield from (".TP", rf"\fB{_text(f'{NAME}-{command.name}')}\fP(1)", _text(command.summary))
     yield from (".SH OPTIONS", *_options(group, context))
     yield from (".SH EXIT STATUS", *_paragraphs(str(group.epilog)))
 

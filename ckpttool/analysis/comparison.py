@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..lazy import shown_by
 from ..words import counted
@@ -26,9 +26,9 @@ class Change:
     why: str
     a: str
     b: str
-    distance: Distance | None = None
-    index: tuple[int, ...] | None = None
-    norms: Norms | None = None
+    distance: Distance | None = field(default=None, metadata={"json": None})
+    index: tuple[int, ...] | None = field(default=None, metadata={"json": None})
+    norms: Norms | None = field(default=None, metadata={"json": None})
 
     @property
     def is_of_tensor(self) -> bool:
@@ -57,13 +57,13 @@ class Comparison:
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    changed: tuple[Change, ...]
+    changed: tuple[Change, ...] = field(metadata={"json": None})
     tensors: int
-    aside_a: tuple[str, ...] = ()
-    aside_b: tuple[str, ...] = ()
-    matched_without_prefix: int = 0
+    aside_a: tuple[str, ...] = field(default=(), metadata={"json": None})
+    aside_b: tuple[str, ...] = field(default=(), metadata={"json": None})
+    matched_without_prefix: int = field(default=0, metadata={"json": None})
     tolerated: tuple[str, ...] = ()
-    same_files: int = 0
+    same_files: int = field(default=0, metadata={"json": None})
     text_keys_a: tuple[str, ...] = ()
     text_keys_b: tuple[str, ...] = ()
 

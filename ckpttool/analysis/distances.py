@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..lazy import NDArray, np
@@ -42,10 +42,10 @@ class Distance:
     max_abs: float | int | None = None
     max_rel: float | None = None
     max_ulp: int | None = None
-    where: int | None = None
-    a: complex | float | int | None = None
-    b: complex | float | int | None = None
-    tolerated: bool = False
+    where: int | None = field(default=None, metadata={"json": None})
+    a: complex | float | int | None = field(default=None, metadata={"json": None})
+    b: complex | float | int | None = field(default=None, metadata={"json": None})
+    tolerated: bool = field(default=False, metadata={"json": None})
 
     def __add__(self, other: Distance) -> Distance:
         """Join two pieces of one tensor; of equal differences the first keeps its place."""

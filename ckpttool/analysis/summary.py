@@ -98,36 +98,36 @@ class Summary:
 
     path: str
     format: str
-    nbytes: int
+    nbytes: int = field(metadata={"json": "bytes"})
     state: str | None
     model: str | None
     other_states: tuple[str, ...]
     keys: int
-    likes: Mapping[str, SpecialTensor]
+    likes: Mapping[str, SpecialTensor] = field(metadata={"json": None})
     parameters: int
     prefixes: tuple[FoundPrefix, ...]
-    modules: Branch
+    modules: Branch = field(metadata={"json": None})
     ties: tuple[tuple[str, ...], ...]
-    here: Kinds
-    outside: Kinds
-    unused: int
+    here: Kinds = field(metadata={"json": None})
+    outside: Kinds = field(metadata={"json": None})
+    unused: int = field(metadata={"json": "unused_bytes"})
     optimizers: tuple[OptimizerRow, ...]
     schedulers: tuple[SchedulerRow, ...]
     other_tensors: tuple[OtherTensors, ...]
-    other: tuple[OtherRow, ...]
+    other: tuple[OtherRow, ...] = field(metadata={"json": None})
     unknown: tuple[str, ...]
-    running: tuple[str, ...]
+    running: tuple[str, ...] = field(metadata={"json": "could_run"})
     calls: tuple[str, ...]
     remarks: tuple[Remark, ...]
     metadata: dict[str, str]
-    ranks: Ranks | None = None
+    ranks: Ranks | None = field(default=None, metadata={"if_any": True})
     packed: Mapping[str, int] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     quantised: tuple[Scheme, ...] = ()
     unclear: tuple[str, ...] = ()
-    parts_in: str | None = field(default=None, metadata={"json": False})
-    commit: str | None = None
-    made_of: Mapping[str, int] = field(default_factory=dict)
+    parts_in: str | None = field(default=None, metadata={"json": None})
+    commit: str | None = field(default=None, metadata={"if_any": True})
+    made_of: Mapping[str, int] = field(default_factory=dict, metadata={"if_any": True})
 
     def __repr__(self) -> str:
         what = f"{self.format}, {show_bytes(self.nbytes)}, {counted(self.keys, 'tensor')}"

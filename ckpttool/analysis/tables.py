@@ -101,7 +101,7 @@ class Stats:
     mean: float | None = None
     deviation: float | None = None
     non_finite: int = 0
-    histogram: tuple[int, ...] = field(default=(), metadata={"json": False})
+    histogram: tuple[int, ...] = field(default=(), metadata={"json": None})
 
 
 def measure(name: str, tensor: TensorRef, bins: int = 0) -> Stats | None:
@@ -203,8 +203,8 @@ class CheckpointRow:
     path: str
     step: int | None
     format: str | None
-    nbytes: int
-    problem: str
+    nbytes: int = field(metadata={"json": "bytes"})
+    problem: str = field(metadata={"json": None})
     optimizer: bool | None = None
 
 

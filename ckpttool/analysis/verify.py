@@ -55,7 +55,7 @@ class Verified:
     unsummed: int
     non_finite: Mapping[str, int]
     problems: tuple[FileProblem, ...]
-    free: Mapping[str, int] = field(default_factory=dict)
+    free: Mapping[str, int] = field(default_factory=dict, metadata={"json": "unvouched"})
     compared: str | None = None
     hint: str | None = None
     text_keys_here: tuple[str, ...] = ()

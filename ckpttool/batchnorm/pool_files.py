@@ -13,6 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.digested import digest_of_value
 from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
+from ..contract import noted
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests
 from ..inert_pickle.values import tensor_of
@@ -44,7 +45,7 @@ class PoolReport:
     pooled: tuple[str, ...]
     from_first: tuple[str, ...]
     exact: bool
-    not_finite: tuple[str, ...] = ()
+    not_finite: tuple[str, ...] = noted("NaN or infinite values")
 
 
 def pool_states(

@@ -11,6 +11,7 @@ from ..remote.places import exists, is_folder, open_source_at
 from ..system import join
 
 MAX_BYTES = 16 << 20
+SECTIONS = ("quantization_config", "compression_config")  # of config.json: how numbers are packed
 
 
 def settings_beside(path: str, *names: str) -> tuple[str, dict[str, Any]]:

@@ -1,11 +1,12 @@
-"""Arguments and options that several commands share, each defined once."""
+"""How a command is declared, with its arguments and options; those that several share, each defined once."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -16,6 +17,139 @@ import click
 from ..errors import CkptToolError, OutputExists
 from .console import Console
 from .failure import Call
+
+TWO_COLUMNS = 60  # of a terminal from which on options stand beside their meaning
+
+# What a command prints as JSON, or a function that returns it: fields; or a list where it prints one or
+# another, in which a list is an array
+Printed = Any
+
+
+class Help(click.HelpFormatter):
+    """Help that keeps to a narrow terminal, where click's own writes 50 columns."""
+
+    def __init__(self, width: int | None = None, max_width: int | None = None) -> None:
+        if width is None:
+            width = max(min(shutil.get_terminal_size().columns, max_width or 80) - 2, 30)
+        super().__init__(width=width)
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], *given: Any, **options: Any) -> None:
+        """Write names and what they mean in two columns, or one below the other."""
+        if self.width >= TWO_COLUMNS:
+            return super().write_dl(rows, *given, **options)
+        for name, meaning in rows:
+            self.write(f"{'':{self.current_indent}}{name.rstrip()}\n")
+            with self.indentation(), self.indentation():
+                self.write_text(meaning)
+        return None
+
+
+class Context(click.Context):
+    """What a command is called with."""
+
+    formatter_class = Help
+
+
+class Addition(click.Command):
+    """Options that a capability adds to the command of another: `ckpttool convert --map`.
+
+    The callback gets what the command hands to `added`, and the values of these options.
+    """
+
+    def __init__(self, name: str, *, behind: str, when: str, prints: Printed, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        self.behind, self.when, self.prints = behind, when, prints
+
+
+class Command(click.Command):
+    """A command, with all that the tool says of it.
+
+    Attributes:
+        section: the heading of `ckpttool --help` that it stands under.
+        summary: its line there.
+        several: it takes several FILEs, and prints `files` then.
+        additions: what other capabilities add to it.
+    """
+
+    context_class = Context
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        section: str,
+        summary: str,
+        prints: Printed,
+        several: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(name, **settings)
+        self.section, self.summary, self.several = section, summary, several
+        self.additions: list[Addition] = []
+        self._prints = prints
+
+    def add(self, *additions: Addition) -> None:
+        """Take in the options of other capabilities, each behind the one that it names."""
+        self.additions += additions
+        for each in reversed(additions):
+            place = [param.name for param in self.params].index(each.behind) + 1
+            self.params[place:place] = each.params
+
+    def printed(self) -> list[Any]:
+        """Return the fields, or the array, that it prints where there is no error: one of several."""
+        printed = _made(self._prints)
+        first, *others = printed if isinstance(printed, list) else [printed]
+        for each in self.additions:
+            more = {f"{name}?": meaning for name, meaning in _made(each.prints).items() if name not in first}
+            first = {**first, **more}
+        return [first, *others]
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of what it prints with --json, also where it fails."""
+        from .schemas import document
+
+        title = f"ckpttool {self.name} --json"
+        return document(title, self.summary, self.printed(), several=self.several)
+
+
+def _made(prints: Printed) -> Any:
+    return prints() if callable(prints) else prints
+
+
+def command(
+    section: str, summary: str, prints: Printed, *, several: bool = False
+) -> Callable[[Callable[..., Any]], Command]:
+    """Declare a command by what `Command` holds, and what it prints; its name is that of the function."""
+    return click.command(cls=Command, section=section, summary=summary, prints=prints, several=several)
+
+
+def adds_to(
+    name: str, *, behind: str, when: str = "", prints: Printed = dict
+) -> Callable[[Callable[..., Any]], Addition]:
+    """Declare an addition to a command: options, and a function below.
+
+    Args:
+        name: that of the command.
+        behind: the command's own parameter behind which the options stand in its help.
+        when: the point at which the command calls the function, where it has several.
+        prints: the fields that it adds to the command's JSON; each may be missing.
+    """
+    return click.command(name, cls=Addition, behind=behind, when=when, prints=prints)
+
+
+def added(given: dict[str, Any], *shared: Any, when: str = "") -> list[Any]:
+    """Call the additions to the running command, and return what is not None of their answers.
+
+    Each gets what is shared, and its own options, which are taken out of `given`.
+    """
+    command = click.get_current_context().command
+    assert isinstance(command, Command)
+    found = []
+    for each in command.additions:
+        if each.when == when and each.callback is not None:
+            answer = each.callback(*shared, **{param.name: given.pop(param.name) for param in each.params})
+            found += [] if answer is None else [answer]
+    return found
 
 
 def shape(value: str) -> tuple[int, ...]:
@@ -77,7 +211,7 @@ def flag(name: str, help: str, *names: str) -> Callable[[F], F]:
     return click.option(name, *names, is_flag=True, help=help)
 
 
-def _note_output(ctx: click.Context, argument: click.Parameter, output: str | None) -> str | None:
+def note_output(ctx: click.Context, argument: click.Parameter, output: str | None) -> str | None:
     """Record for the report of an error that stdout is the output file."""
     ctx.ensure_object(Call).to_stderr = output == "-"
     if output is None:
@@ -133,7 +267,7 @@ def part_output(ctx: click.Context, argument: click.Parameter, given: tuple[str,
     if len(given) < 2 and not ctx.resilient_parsing:
         hint = "'OUTPUT'" if given else "'INPUT… OUTPUT'"
         raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="argument")
-    ctx.params["output"] = _note_output(ctx, argument, given[-1]) if given else None
+    ctx.params["output"] = note_output(ctx, argument, given[-1]) if given else None
     return note_inputs(ctx, argument, given[:-1])
 
 
@@ -145,8 +279,8 @@ def argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
 
 input_argument = argument("input", "INPUT")
 inputs_and_output = argument("inputs", "INPUT… OUTPUT", nargs=-1, callback=part_output)
-output_argument = argument("output", "OUTPUT", callback=_note_output)
-optional_output = argument("output", "[OUTPUT]", callback=_note_output, required=False)
+output_argument = argument("output", "OUTPUT", callback=note_output)
+optional_output = argument("output", "[OUTPUT]", callback=note_output, required=False)
 file_argument = argument("file", "FILE")
 files_argument = argument("files", "FILE…", nargs=-1, required=True)
 
@@ -255,12 +389,6 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
     return decorate
 
-
-# Of commands whose answer can also be a page
-page_options = _all(
-    option("--html OUT", "Also write it as a page of HTML, as report does.", "html", callback=_note_output),
-    flag("--force", "Replace the file of --html if it exists."),
-)
 
 # The options of every command, which gets a `console` for them
 reading = _all(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
@@ -16,29 +16,10 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__, system
-from .commands import (
-    check,
-    conform,
-    convert,
-    convert_batchnorm,
-    delta,
-    diff,
-    for_programs,
-    inspect,
-    keys,
-    load,
-    lora,
-    maps,
-    ranks,
-    report,
-    scan,
-    slim,
-    training,
-)
 from .failure import Call, fail, left_by
+from .options import Addition, Command, Context
 
 OTHER_NAMES = {name: ["inspect"] for name in ("info", "show", "ls", "summary")}  # as other tools have them
-TWO_COLUMNS = 60  # of a terminal from which on options stand beside their meaning
 
 EPILOG = """\
 Exit codes: 0 done, or same; 1 differs, a check failed or nothing to do;
@@ -48,54 +29,17 @@ Exit codes: 0 done, or same; 1 differs, a check failed or nothing to do;
 and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
 """
 
-# The commands by section, each with its line of help
-SECTIONS: dict[str, dict[click.Command, str]] = {
-    "Look": {
-        inspect.command: "Show what is in a file, without running any of it",
-        check.digest: "One SHA-256 for a model, the same in every format",
-        report.command: "A page to look at: contents, changes, or a run",
-    },
-    "Rename": {
-        keys.strip_prefix: "Take a wrapper's prefix off the keys",
-        keys.add_prefix: "Put a wrapper's prefix before every key",
-        keys.rename_keys: "Rename keys by regular expressions",
-    },
-    "Convert": {
-        convert.convert: "Write another format, or other element types",
-        conform.command: "Write it under the names and shapes of another file",
-        maps.command: "The architectures that convert --map changes between",
-        ranks.merge: "Write what many ranks wrote as one checkpoint",
-        ranks.split: "Write one checkpoint as files for many ranks",
-        slim.command: "Only the model's state; or room in a run's folder",
-        convert.disarm: "Plain values for objects, as weights_only wants",
-        convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
-    },
-    "Train on": {
-        lora.merge_lora: "Add a LoRA adapter to its base model",
-        lora.extract_lora: "What a model has learnt, as a LoRA adapter",
-        training.average: "The mean of several checkpoints, or SLERP, TIES, DARE",
-        training.optimizer: "Optimizer state by name or index, or for another order",
-    },
-    "Keep": {
-        delta.delta: "What changed between two checkpoints, losslessly",
-        delta.apply: "The newer checkpoint, from the older and deltas",
-    },
-    "Check": {
-        diff.command: "What differs between two files, by name and value",
-        check.verify: "Read every byte: structure, checksums, NaN, infinity",
-        scan.command: "What could run in files and folders if unpickled",
-        check.prove: "Whether a training run's record holds, bit for bit",
-        check.gather_metrics: "Exact metrics from one prediction file per rank",
-    },
-    "Load": {
-        load.doctor: "Why it does not load, and the commands that fix it",
-        load.reload: "Load strictly into a plain model, in one process",
-    },
-    "For programs": {
-        for_programs.schema: "The JSON Schema of a command's --json",
-        for_programs.skill: "A page for coding assistants, made from the help",
-    },
-}
+# Modules that hold commands, or options for those of others. Within a section of the help commands stand in
+# this order. A module that has been taken away takes its commands along.
+FILES = """
+    inspect diff verify report keys convert conform maps layouts quantizing ranks slim disarm
+    convert_batchnorm lora average optimizer delta scan prove gather_metrics load for_programs
+"""
+COMMAND_FILES = tuple(f"ckpttool.cli.commands.{name}" for name in FILES.split())
+
+# The headings of the help, each with the commands that name it
+HEADINGS = ("Look", "Rename", "Convert", "Train on", "Keep", "Check", "Load", "For programs")
+SECTIONS: dict[str, list[Command]] = {heading: [] for heading in HEADINGS}
 
 
 class Stopped(BaseException):
@@ -117,31 +61,6 @@ def _broken_pipe_raised() -> Iterator[None]:
         yield
     except BrokenPipeError as error:
         raise StdoutClosed from error
-
-
-class Help(click.HelpFormatter):
-    """Help that keeps to a narrow terminal, where click's own writes 50 columns."""
-
-    def __init__(self, width: int | None = None, max_width: int | None = None) -> None:
-        if width is None:
-            width = max(min(shutil.get_terminal_size().columns, max_width or 80) - 2, 30)
-        super().__init__(width=width)
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], *given: Any, **options: Any) -> None:
-        """Write names and what they mean in two columns, or one below the other."""
-        if self.width >= TWO_COLUMNS:
-            return super().write_dl(rows, *given, **options)
-        for name, meaning in rows:
-            self.write(f"{'':{self.current_indent}}{name.rstrip()}\n")
-            with self.indentation(), self.indentation():
-                self.write_text(meaning)
-        return None
-
-
-class Context(click.Context):
-    """What a command is called with."""
-
-    formatter_class = Help
 
 
 class Commands(click.Group):
@@ -188,8 +107,9 @@ class Commands(click.Group):
         """Write one table for each section, with the same columns in all."""
         widest = max(map(len, self.commands))
         for title, commands in self.sections.items():
-            with formatter.section(title):
-                formatter.write_dl([(f"{command.name:{widest}}", line) for command, line in commands.items()])
+            if commands:
+                with formatter.section(title):
+                    formatter.write_dl([(f"{each.name:{widest}}", each.summary) for each in commands])
 
 
 def _show_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
@@ -233,9 +153,28 @@ def group() -> None:
     """
 
 
-for member in chain.from_iterable(SECTIONS.values()):
-    member.context_class = Context
-    group.add_command(member)
+def _declared_in(name: str) -> list[object]:
+    """Return what a module declares; nothing where its folder or file is not there."""
+    try:
+        return [*vars(import_module(name)).values()]
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return []
+
+
+def _assemble() -> None:
+    """Put every command into its section and the group, and give it what others add to it."""
+    declared = [*chain.from_iterable(map(_declared_in, COMMAND_FILES))]
+    for each in declared:
+        if isinstance(each, Command):
+            SECTIONS[each.section].append(each)
+    for each in chain.from_iterable(SECTIONS.values()):
+        group.add_command(each)
+        each.add(*(other for other in declared if isinstance(other, Addition) and other.name == each.name))
+
+
+_assemble()
 
 
 def main() -> NoReturn:

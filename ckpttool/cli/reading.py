@@ -4,68 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..contract import versioned
+from ..contract import tellings, versioned
 from .console import Console, coloured, printable
 from .failure import Call, describe, error_fields, fail
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
     from ..formats.one_of_several import ModelFile
-
-# What a note says before the names in a field of a result, by the result's class
-SAID = {
-    "Outcome": {"kept": "kept as they were", "left_out": "left out"},
-    "Saved": {
-        "tied": "written once, with the tie in the metadata",
-        "copied": "written once per name, though they share memory",
-        "given_back": "put into the folder by another process meanwhile, and kept",
-        "not_removed": "could not be removed",
-    },
-    "Split": {
-        "whole": "whole on every rank, as buffers are (--whole adds others)",
-        "perhaps_buffers": "cut, though no parameter of the optimizer (--whole NAME, if it is a buffer)",
-        "repeated": "the same in extra_state of every rank",
-        "removed": "removed, as files of an earlier split",
-        "copied": "cut apart from tensors that they share memory with",
-        "left_out": "left out",
-    },
-    "Merged": {
-        "replaced": "replaced by the adapter's",
-        "cast": "of other types in the adapter, and cast to the model's",
-        "added": "added",
-        "followed": "tied to an updated weight, and changed with it as in PEFT's merge",
-        "untied": 'no longer tied: set "tie_word_embeddings": false in config.json',
-    },
-    "PoolReport": {"not_finite": "NaN or infinite values"},
-    "Mapped": {"tied": "other names of one tensor, added or taken away", "also": "changed too"},
-    "Quantized": {"left_plain": "not quantised"},
-    "Averaged": {"parallel": "too nearly parallel for slerp, so merged linearly"},
-    "Extracted": {
-        "lowered": "of the rank of their smaller side, which is less",
-        "saved": "whole in the adapter",
-        "dropped": "left out, though they differ",
-        "cast": "of other types in the two models: a merge has BASE's",
-    },
-    "Reloaded": {
-        "kept": "kept as they are in the model",
-        "ignored": "ignored, as the model does not have them",
-        "added": "missing in the file, kept as they are in the model",
-    },
-}
-
-# Names in JSON of fields that are called otherwise in the library
-RENAMED = {"path": "output", "nbytes": "bytes", "taken": "taken_from_last"}
-
-COUNTED = {"averaged", "sharded"}  # fields of names, of which JSON has the number
-
-# Fields that JSON has only if there is something to say
-IF_ANY = {"shards", "text_keys", "keyed_by_text", "not_copied", "given_back", "not_removed"}
 
 
 def open_file(console: Console, path: str) -> Checkpoint:
@@ -158,30 +109,26 @@ def answer_each(
 
 
 def note_fields(console: Console, result: object) -> None:
-    """Note the names in a result's fields that SAID has words for."""
-    for name, said in SAID.get(type(result).__name__, {}).items():
-        console.note_names(said, getattr(result, name))
+    """Note the names in those fields of a result that have words for a note."""
+    for each in tellings(type(result)):
+        if each.note:
+            console.note_names(each.note, getattr(result, each.name))
 
 
-def fields_of(
-    result: object, renamed: Mapping[str, str] = RENAMED, *, without: Collection[str] = ()
-) -> dict[str, object]:
+def fields_of(result: object) -> dict[str, object]:
     """Return the fields of a result for JSON; of no result, none."""
-    if not is_dataclass(result):
-        return {}
-    shown = (each.name for each in fields(result) if each.metadata.get("json", True))
-    data = {name: getattr(result, name) for name in shown if name not in without}
-    return {
-        renamed.get(name, name): len(value) if name in COUNTED else _plain(value)
-        for name, value in data.items()
-        if value or name not in IF_ANY
-    }
+    data: dict[str, object] = {}
+    for each in tellings(type(result)):
+        value = getattr(result, each.name)
+        if each.json is not None and (value or not each.if_any):
+            data[each.json] = len(value) if each.counted else _plain(value)
+    return data
 
 
 def _plain(value: Any) -> object:
     """Return dataclasses and named tuples, also in a tuple, as dicts."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+    if is_dataclass(value):
+        return fields_of(value)
     if hasattr(value, "_asdict"):
         return value._asdict()
     if isinstance(value, tuple) and value and not isinstance(value[0], str):

@@ -7,12 +7,14 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ..contract import noted
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import WriteJob
 from .reading import fields_of, note_fields, note_piece, note_state
+from .schemas import NAMES, Fields, fields_like
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -29,6 +31,13 @@ LOSSES = {
     "nans": ("finite value", "NaN"),
 }
 
+# Fields of all that write, and of those that may copy what lies beside INPUT
+WRITTEN: Fields = {"seconds": (float, "how long it took"), "dry_run?": (Literal[True], "nothing was written")}
+BESIDE: Fields = {
+    "companions?": (NAMES, "files that were copied along"),
+    "not_copied?": (NAMES, "other files of the input's folder, which stay behind"),
+}
+
 
 class Target(NamedTuple):
     """What the user asked for: which state of INPUT, and where the output goes."""
@@ -43,8 +52,9 @@ class Outcome:
 
     done: str  # the start of the result: `stripped 'module.' from 3 of 4 keys`
     renamed: Mapping[str, str] = field(default_factory=dict)  # old name -> new name
-    left_out: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()  # keys that kept their names while others changed
+    # Keys that kept their names while others changed
+    kept: tuple[str, ...] = noted("kept as they were")
+    left_out: tuple[str, ...] = noted("left out")
     # Dotted paths of other states that were renamed too -> number of keys
     also_renamed: Mapping[str, int] = field(default_factory=dict)
     of_state: bool = True  # it concerns one state, rather than the file as a whole
@@ -131,6 +141,29 @@ class Companions:
             "not_copied": [*self.left, *self.others, *self.untrue],
         }
         return {name: value for name, value in fields.items() if value}
+
+
+def rewritten(*more: type | Fields) -> Fields:
+    """Return what a command prints that calls `rewrite`: the fields of all of them, then `more`."""
+    from ..formats import Saved
+    from ..formats.one_of_several import ModelFile
+
+    printed: Fields = {
+        **fields_like(Saved),
+        "renamed": (int, "how many keys of the state got another name"),
+        "also_renamed": (dict[str, int], "dotted path of another state -> how many of its keys did"),
+        "left_out": (NAMES, "dotted names of what the output lacks"),
+        "kept": (NAMES, "keys that kept their names while others changed"),
+        **BESIDE,
+        "piece?": (fields_like(ModelFile), "of an input that is one of several files of one model"),
+        "overflows?": (int, "how many finite values became infinite"),
+        "underflows?": (int, "how many values became 0 when they were cast"),
+        "nans?": (int, "how many finite values became NaN"),
+    }
+    for each in more:
+        own = each if isinstance(each, dict) else fields_like(each)
+        printed |= {name: said for name, said in own.items() if name not in printed}
+    return {**printed, **WRITTEN}
 
 
 def renaming_outcome(done: str, renaming: Renaming) -> Outcome:

@@ -49,7 +49,7 @@ class ModelFile:
         way: the command for the whole, or what can't be done.
     """
 
-    path: str = field(metadata={"json": False})
+    path: str = field(metadata={"json": None})
     what: str
     others: tuple[str, ...]
     missing: int

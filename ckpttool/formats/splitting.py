@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..checkpoint.optimizer_view import is_optimizer
 from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.states import BUFFERS
+from ..contract import noted
 from ..errors import NothingToDo, OutputExists, Refused, UsageFault
 from ..files.commit import writing_into
 from ..files.commit_folder import replacing_folder, require_replaceable
@@ -70,19 +71,21 @@ class Split:
         copied: names that were cut apart from others, though they share memory with them; ties stay ties.
     """
 
-    path: str
+    path: str = field(metadata={"json": "output"})
     ranks: int
     device: str
     files: tuple[str, ...]
-    nbytes: int
-    sharded: tuple[str, ...]
-    whole: tuple[str, ...]
+    nbytes: int = field(metadata={"json": "bytes"})
+    sharded: tuple[str, ...] = field(metadata={"counted": True})
     optimizer: str | None
-    repeated: tuple[str, ...]
-    left_out: tuple[str, ...]
-    perhaps_buffers: tuple[str, ...]
-    removed: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
+    whole: tuple[str, ...] = noted("whole on every rank, as buffers are (--whole adds others)")
+    perhaps_buffers: tuple[str, ...] = noted(
+        "cut, though no parameter of the optimizer (--whole NAME, if it is a buffer)"
+    )
+    repeated: tuple[str, ...] = noted("the same in extra_state of every rank")
+    removed: tuple[str, ...] = noted("removed, as files of an earlier split")
+    copied: tuple[str, ...] = noted("cut apart from tensors that they share memory with")
+    left_out: tuple[str, ...] = noted("left out")
 
 
 @takes_checkpoint

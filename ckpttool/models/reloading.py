@@ -7,7 +7,7 @@ not fit is reported by name and shape before any parameter changes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
+from ..contract import noted
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
 from ..formats.reading import File, opened
 from ..inert_pickle.values import is_plain
@@ -71,16 +72,16 @@ class Reloaded:
         covered: how much of the model got values.
     """
 
-    path: str
-    format: str
+    path: str = field(metadata={"json": None})
+    format: str = field(metadata={"json": None})
     state: str
     prefix: str
-    loaded: tuple[str, ...]
-    added: tuple[str, ...]
+    loaded: tuple[str, ...] = field(metadata={"counted": True})
     without_values: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    covered: ModelCoverage = ModelCoverage()
+    kept: tuple[str, ...] = noted("kept as they are in the model", json="missing")
+    ignored: tuple[str, ...] = noted("ignored, as the model does not have them", json="unexpected")
+    added: tuple[str, ...] = noted("missing in the file, kept as they are in the model")
+    covered: ModelCoverage = field(default=ModelCoverage(), metadata={"json": None})
 
 
 def reload(
@@ -170,8 +171,8 @@ def _fitted(
     case, kept = _without_kept(case, patterns)
     loaded = *case.state.tensors, *case.state.others
     covered = _coverage(blueprint, {*loaded})
-    result = Reloaded(checkpoint.path, checkpoint.format, source.where, prefix, loaded, case.fit.added)
-    return case, replace(result, kept=kept, ignored=ignored, covered=covered)
+    result = Reloaded(checkpoint.path, checkpoint.format, source.where, prefix, loaded)
+    return case, replace(result, kept=kept, ignored=ignored, added=case.fit.added, covered=covered)
 
 
 def parameters_of(model: torch.nn.Module) -> Parameters:

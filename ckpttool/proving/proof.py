@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..analysis.verify import verify
@@ -77,7 +77,7 @@ class Proved:
     checkpoints: tuple[tuple[str, int], ...]
     replayed: tuple[int, int] | None
     ranks: int
-    findings: tuple[ProofFinding, ...]
+    findings: tuple[ProofFinding, ...] = field(metadata={"json": "problems"})
     notes: tuple[str, ...]
     command: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -62,8 +62,8 @@ class Reported:
         same: whether two checkpoints hold the same; None where there is one.
     """
 
-    path: str
-    nbytes: int
+    path: str = field(metadata={"json": "output"})
+    nbytes: int = field(metadata={"json": "bytes"})
     checkpoints: tuple[str, ...]
     runs: tuple[str, ...]
     same: bool | None = None

@@ -50,12 +50,12 @@ class Averaged:
 
     method: str
     files: int
-    averaged: tuple[str, ...]
+    averaged: tuple[str, ...] = field(metadata={"counted": True})
     kept: tuple[str, ...]
-    taken: tuple[str, ...]
+    taken: tuple[str, ...] = field(metadata={"json": "taken_from_last"})
     statistics: tuple[str, ...]
-    parallel: list[str]
-    casting: CastReport = field(metadata={"json": False})
+    parallel: list[str] = field(metadata={"note": "too nearly parallel for slerp, so merged linearly"})
+    casting: CastReport = field(metadata={"json": None})
 
 
 def average(

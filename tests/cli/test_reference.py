@@ -66,8 +66,8 @@ def reference() -> str:
 def _lines() -> Iterator[str]:
     yield from ("", "## All commands", "")
     for commands in SECTIONS.values():
-        for command, line in commands.items():
-            yield f"- [`{command.name}`](#{command.name}): {line}"
+        for command in commands:
+            yield f"- [`{command.name}`](#{command.name}): {command.summary}"
     shared = shared_options()
     yield from ("", "## Shared options", "", "```text", _printed(shared), "```")
     for title, commands in SECTIONS.items():

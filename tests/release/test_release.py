@@ -21,9 +21,9 @@ PAGES = manual.pages()
 def test_every_command_has_a_man_page_with_its_help_and_its_example() -> None:
     assert list(PAGES) == ["ckpttool.1", *(f"ckpttool-{name}.1" for name in group.commands)]
     for commands in SECTIONS.values():
-        for command, line in commands.items():
+        for command in commands:
             said = rendered(PAGES[f"ckpttool-{command.name}.1"])
-            assert f"ckpttool-{command.name} - {line}\n" in said
+            assert f"ckpttool-{command.name} - {command.summary}\n" in said
             for option in command.params:
                 assert option.opts[-1] in said or option.human_readable_name in said
             assert f"\nckpttool {command.name}" in said

@@ -12,9 +12,9 @@ from typing import Any
 
 import jsonschema_rs
 
-from ckpttool.cli.contracts import answers
-from ckpttool.cli.contracts.contracts import PRINTED, schema
-from ckpttool.cli.contracts.schemas import Fields, document
+from ckpttool.cli import SECTIONS
+from ckpttool.cli.commands import gather_metrics
+from ckpttool.cli.schemas import Fields, document
 
 SCORE = ("correct", "samples", "accuracy", "loss", "per_class", "ranks", "threads", "batch_size")
 
@@ -32,7 +32,8 @@ def closed(part: Any) -> Any:
 @cache
 def of_command(name: str) -> jsonschema_rs.Draft202012Validator:
     """Return what tells whether JSON is what a command prints; of an unknown one, an error."""
-    made = schema(name, "") if name in PRINTED else document("", "", [{}], several=False)
+    known = {command.name: command for commands in SECTIONS.values() for command in commands}
+    made = known[name].schema() if name in known else document("", "", [{}], several=False)
     return jsonschema_rs.Draft202012Validator(closed(made))
 
 
@@ -40,7 +41,7 @@ def of_command(name: str) -> jsonschema_rs.Draft202012Validator:
 def of_trainer() -> jsonschema_rs.Draft202012Validator:
     """Return the same for what train/evaluate.py and train/main.py --preview print."""
     checkpoint: Fields = {"checkpoint": (str, "as it was named")}
-    score = {name: said for name, said in answers.gather_metrics().items() if name in SCORE}
+    score = {name: said for name, said in gather_metrics.CERTIFICATE.items() if name in SCORE}
     common = {name: score[name] for name in ("loss", "samples", "ranks", "threads", "batch_size")}
     of_task: Fields = {"count": (float, "what the loss is a mean over"), "metrics": (dict[str, Any], "")}
     share: Fields = {"epoch": (int, ""), "rank": (int, ""), "steps": (list[list[int]], "indices of samples")}

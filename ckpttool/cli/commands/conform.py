@@ -16,8 +16,8 @@ from ...errors import OutputExists, UsageFault
 from .. import options
 from ..console import Console, printable
 from ..layout import columns, cut_front, fitting, table, terminal_width, without
-from ..options import WriteJob
-from ..rewriting import Change, Outcome, Target, rewrite
+from ..rewriting import Change, Outcome, Target, rewrite, rewritten
+from ..schemas import NAMES, Fields
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -28,9 +28,22 @@ HEADS = ("from", "to", "shape", "steps", "by")
 LINES = 41  # of the table, with its header; -v shows all
 
 
-@click.command("conform")
+def _printed() -> Fields:
+    from ...transforms.conforming.conform import Conformed
+
+    row: Fields = {
+        "from": (NAMES, "templates of the names here"),
+        "to": (NAMES, "templates of the names there"),
+        "steps": (list[dict[str, Any]], "as a rule file has them"),
+        "rests_on": (str, "by what it was found"),
+        "layers": (int, "how many layers it stands for"),
+        "numbers": (dict[str, str], "placeholder -> what it stands for"),
+    }
+    return rewritten(Conformed, {"mapping": ([row], "each rule, with what it rests on")})
+
+
+@options.command("Convert", "Write it under the names and shapes of another file", _printed)
 @options.option("--like REF", "A checkpoint that loads where this one should; its header alone is read.")
-@options.option("--model SPEC", "In the place of REF: a model, as for doctor. Its code is run.")
 @options.flag("--check-values", "REF is the same model: let values decide, and compare the result with it.")
 @options.flag("--pad-vocab", "Give embeddings and heads with fewer rows than REF's rows of zeros.")
 @options.several("--exclude GLOB", "Leave out keys of INPUT first, such as a head that REF lacks.")
@@ -38,8 +51,8 @@ LINES = 41  # of the table, with its header; -v shows all
 @options.option("--write-map FILE", "Also write the mapping as rules for convert --map.")
 @options.option("--like-state WHERE", "Which state of REF to take if it holds several.")
 @options.writing
-def command(
-    job: WriteJob, like: str | None, model: str | None, write_map: str | None, **choices: Any
+def conform(
+    job: options.WriteJob, like: str | None, write_map: str | None, model: str | None = None, **choices: Any
 ) -> None:
     """Write a checkpoint under the names and in the shapes that another one has.
 
@@ -57,7 +70,8 @@ def command(
     """
     from ...tensors import cast
 
-    if (like is None) == (model is None):
+    places: Any = next(iter(options.added({"model": model})), None)
+    if (like is None) == (places is None):
         what = "name one other side, not two" if like else "name the other side"
         raise click.UsageError(f"{what}: --like REF, or --model SPEC")
     for name in ("check_values", "like_state"):
@@ -70,16 +84,15 @@ def command(
     dtype = cast.target(said.lower()) if said else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        from ...models.diagnosis.dialects import conformed as conform
+        from ...models.diagnosis.dialects import conformed as found_by_names
         from ...transforms import selection
 
         left_out: tuple[str, ...] = ()
         if exclude:
             checkpoint, chosen = selection.select(checkpoint, exclude=exclude, state=target.state)
             left_out = chosen.left_out
-        reference = _places_of(model) if model is not None else like
-        assert reference is not None
-        new, conformed = conform(
+        reference = like if like is not None else places()
+        new, conformed = found_by_names(
             checkpoint, reference, state=target.state, optimizers=target.place.holds_all, **choices
         )
         outcome = _outcome(conformed, like or model or "", job.console)
@@ -97,7 +110,7 @@ def command(
     rewrite(job, transform)
 
 
-def _require_new_map(path: str, job: WriteJob, like: str | None) -> None:
+def _require_new_map(path: str, job: options.WriteJob, like: str | None) -> None:
     """Refuse a place for the rules where --map would not find them, or where another file is."""
     from ...files.commit import require_folder
 
@@ -112,7 +125,9 @@ def _require_new_map(path: str, job: WriteJob, like: str | None) -> None:
     require_folder(path)
 
 
-def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: WriteJob, also: Sequence[str]) -> None:
+def _write_map(
+    path: str, conformed: Conformed, outcome: Outcome, job: options.WriteJob, also: Sequence[str]
+) -> None:
     """Write the rules once OUTPUT is there, and say how convert makes the same of them."""
     from ...files.commit import replacing
 
@@ -126,15 +141,6 @@ def _write_map(path: str, conformed: Conformed, outcome: Outcome, job: WriteJob,
     also += ["--companions"] * job.companions + ["--force"]
     again = ["ckpttool", "convert", job.input, job.output, "--map", path, *also]
     outcome.notes.append(f"as a command: {shlex.join(again)}")
-
-
-def _places_of(spec: str) -> Any:
-    from ...models.diagnosis.fit import Blueprint
-    from ...models.skeleton import skeleton
-    from ..console import stdout_kept_for_results
-
-    with stdout_kept_for_results():
-        return Blueprint.of(skeleton(spec)).places
 
 
 def _outcome(conformed: Conformed, like: str, console: Console) -> Outcome:

@@ -1,26 +1,40 @@
-"""The commands that write a checkpoint in another form: `convert` and `disarm`."""
+"""The command `convert`: another format, a choice of tensors, other element types.
+
+Other capabilities (maps, layouts, packed numbers) add options, whose changes take place before tensors are
+chosen, then, or once they are cast.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from ...errors import UsageFault
+from ...errors import CkptToolError, UsageFault
 from .. import options
-from ..console import Console, counted, printable
-from ..options import WriteJob, entry, pair, sizes_for
-from ..quantizing import Quantizing
-from ..rewriting import Change, Outcome, Target, rewrite
+from ..console import counted
+from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
-    from ...transforms.disarm import Disarmed
+    from ...tensors.dtypes import DType
 
 
-@click.command("convert")
+@dataclass(slots=True)
+class Conversion:
+    """One call of the command: each change replaces the checkpoint, and adds to what is told."""
+
+    job: options.WriteJob
+    target: Target
+    outcome: Outcome
+    original: Checkpoint  # as it was read
+    checkpoint: Checkpoint  # as it is now
+    dtype: DType | None  # that of --dtype; None once that is done
+
+
+@options.command("Convert", "Write another format, or other element types", rewritten)
 @options.to_option
 @options.full_option
 @options.option(
@@ -28,37 +42,15 @@ if TYPE_CHECKING:
 )
 @options.several("--only GLOB", "Keep only the keys that match, e.g. 'layer1.*'.")
 @options.several("--exclude GLOB", "Leave out the keys that match.")
-@options.option(
-    "--map NAME", "Change the architecture by a map (ckpttool maps), or by the rules in a .toml file.", "map_"
-)
-@options.flag("--inverse", "Apply the --map backwards.")
-@options.option("--config FILE", "The model's config, which --map takes numbers from; default: beside INPUT.")
-@options.several("--permute GLOB=AXES", "Put axes in another order: 'fc.weight=1,0' transposes.", sizes_for)
-@options.several(
-    "--reshape GLOB=SHAPE", "Give the same elements another shape: 'fc.weight=10,64,1,1'.", sizes_for
-)
-@options.several("--tie NEW=OLD", "Give a tensor a second name: 'lm_head.weight=embed.weight'.", pair)
 @options.several("--drop NAME", "Leave out what is stored there, e.g. optimizer.")
-@options.option(
-    "--complex",
-    "Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
-    "complex_",
-    type=click.Choice(["split", "join"]),
-)
 @options.several(
     "--metadata NAME=TEXT",
     "Add text to the header of safetensors: 'format=pt', which some readers want.",
-    entry,
-)
-@options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
-@options.option(
-    "--quantize SCHEME",
-    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
-    type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
+    options.entry,
 )
 @options.flag("--keep-copies", "Write tied tensors once per name if the format has no ties.")
 @options.writing
-def convert(job: WriteJob, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
+def convert(job: options.WriteJob, full: bool, keep_copies: bool, to: str | None, **changes: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
@@ -75,70 +67,42 @@ def convert(job: WriteJob, full: bool, keep_copies: bool, to: str | None, **chan
     """
     from ...tensors import cast
 
-    for flag in ("inverse", "config"):
-        if changes[flag] and changes["map_"] is None:
-            raise UsageFault(
-                f"--{flag} is of --map, which is not given", hint="--map NAME; ckpttool maps lists them"
-            )
-    if changes["dtype"]:
-        changes["dtype"] = cast.target(changes["dtype"].lower())
+    of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
+    dtype = cast.target(changes["dtype"].lower()) if changes["dtype"] else None
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        of_state = any(value for name, value in changes.items() if name not in ("drop", "metadata"))
         outcome = Outcome(f"converted {checkpoint.format}", of_state=of_state)
         if next(iter(checkpoint.tensors()), None) is None:
             outcome.notes.append(f"{checkpoint.path} holds no tensor")
-        packing = Quantizing(job, checkpoint, outcome, target)
-        if changes["dtype"]:
-            packing.typed(changes["dtype"])
-        if changes["dequantize"]:
-            checkpoint = packing.undone(changes.pop("dtype"))
-            changes["dtype"] = None  # each value is rounded once
-        checkpoint = _changed(checkpoint, outcome, target, changes)
-        if changes["quantize"]:
-            checkpoint = packing.done(checkpoint, changes["quantize"])
-        return _described(checkpoint, dict(changes["metadata"]), target), outcome
+        conversion = Conversion(job, target, outcome, checkpoint, checkpoint, dtype)
+        if dtype is not None:
+            _name_dtype(conversion, dtype)
+        options.added(changes, conversion, when="first")
+        _choose(conversion, changes)
+        options.added(changes, conversion)
+        _cast(conversion)
+        options.added(changes, conversion, when="last")
+        return _described(conversion.checkpoint, dict(changes["metadata"]), target), outcome
 
     rewrite(job, transform, full=full, keep_copies=keep_copies, to=to)
 
 
-def _changed(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
-    state = target.state
-    from ...tensors.losses import CastReports
-    from ...transforms import layout
-    from ...transforms.selection import cast, drop, select
+def _choose(conversion: Conversion, changes: Mapping[str, Any]) -> None:
+    """Leave out what the options --drop, --only and --exclude say."""
+    from ...transforms.selection import drop, select
 
+    outcome, target = conversion.outcome, conversion.target
     if names := changes["drop"]:
-        checkpoint = drop(checkpoint, names)
+        conversion.checkpoint = drop(conversion.checkpoint, names)
         outcome.left_out += names
     if changes["only"] or changes["exclude"]:
         only, exclude = changes["only"], changes["exclude"]
-        checkpoint, selection = select(checkpoint, only=only, exclude=exclude, state=state)
+        conversion.checkpoint, selection = select(
+            conversion.checkpoint, only=only, exclude=exclude, state=target.state
+        )
         outcome.left_out += selection.left_out
         if selection.left_out and target.place.holds_all:
-            outcome.notes += _whole_optimizers(checkpoint)
-    if changes["map_"] is not None:
-        checkpoint = _mapped(checkpoint, outcome, target, changes)
-    in_layout = ("permute", layout.permute, "permuted"), ("reshape", layout.reshape, "reshaped")
-    for flag, change, done in in_layout:
-        if changes[flag]:
-            checkpoint, names = _in_form(checkpoint, target, change(checkpoint, changes[flag], state=state))
-            outcome.done += f", {counted(len(names), 'tensor')} {done}"
-    if ties := changes["tie"]:
-        checkpoint = layout.tie(checkpoint, ties, state=state)
-        outcome.done += f", {counted(len(ties), 'name')} tied"
-    ways = {"split": (layout.split_complex, "split"), "join": (layout.join_complex, "joined")}
-    if way := changes["complex_"]:
-        change_parts, done = ways[way]
-        checkpoint, names = _in_form(checkpoint, target, change_parts(checkpoint, state=state))
-        outcome.done += f", {counted(len(names), 'complex tensor')} {done}"
-    if (dtype := changes["dtype"]) is not None:
-        checkpoint, casting = cast(checkpoint, dtype, state=state)
-        outcome.casting = (
-            casting if outcome.casting is None else CastReports(reports=[outcome.casting, casting])
-        )
-        outcome.done += f", {counted(casting.tensors, 'tensor')} cast to {dtype.name}"
-    return checkpoint
+            outcome.notes += _whole_optimizers(conversion.checkpoint)
 
 
 def _whole_optimizers(checkpoint: Checkpoint) -> list[str]:
@@ -149,37 +113,35 @@ def _whole_optimizers(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _in_form(
-    checkpoint: Checkpoint, target: Target, changed: tuple[Checkpoint, tuple[str, ...]]
-) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return what a change of form made, unless OUTPUT would hold momentum in the old form."""
-    from ...transforms.optimizer.owners import require_none
+def _cast(conversion: Conversion) -> None:
+    from ...tensors.losses import CastReports
+    from ...transforms.selection import cast
 
-    if target.place.holds_all:
-        require_none(checkpoint, *(each.state(target.state) for each in (checkpoint, changed[0])))
-    return changed
+    if (dtype := conversion.dtype) is None:
+        return
+    outcome = conversion.outcome
+    conversion.checkpoint, report = cast(conversion.checkpoint, dtype, state=conversion.target.state)
+    outcome.casting = report if outcome.casting is None else CastReports(reports=[outcome.casting, report])
+    outcome.done += f", {counted(report.tensors, 'tensor')} cast to {dtype.name}"
 
 
-def _mapped(checkpoint: Checkpoint, outcome: Outcome, target: Target, changes: dict[str, Any]) -> Checkpoint:
-    from ...checkpoint.optimizer_view import is_numbered
-    from ...inert_pickle.values import walk
-    from ...transforms.mapping.applying import FILES, apply_map
+def _name_dtype(conversion: Conversion, dtype: DType) -> None:
+    """Have a config.json that is copied along name the type of the numbers, wherever it names one."""
+    from ...checkpoint.settings import SECTIONS, settings_beside
+    from ...tensors.dtypes import PLAIN_FLOATS
 
-    given = {"inverse": changes["inverse"], "config": changes["config"], "state": target.state}
-    optimizers = target.place.holds_all  # what is left out need not follow
-    checkpoint, mapped = apply_map(checkpoint, changes["map_"], optimizers=optimizers, **given)
-    outcome.renamed = {old: new for old, new in mapped.renaming.items() if old != new}
-    outcome.left_out += mapped.dropped
-    outcome.untrue = (*outcome.untrue, *FILES)  # they say the architecture that it was
-    outcome.result = mapped
-    if optimizers and any(map(is_numbered, walk(checkpoint.tree))):
-        outcome.notes.append(
-            "its optimizer numbers the parameters in INPUT's order: if the other side has another, key it by "
-            "names first (ckpttool optimizer --to names)"
-        )
-    outcome.casting = mapped.casting if mapped.casting.reports else None
-    outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {changes['map_']}"
-    return checkpoint
+    model: dict[str, Any] = {}
+    if conversion.job.companions:
+        with suppress(CkptToolError):  # there may be none that can be read
+            model = settings_beside(conversion.original.path, "config.json")[1]
+    within = {f"{name}.": value for name, value in model.items() if name not in SECTIONS}
+    named = [
+        f"{at}{name}"
+        for at, section in {"": model, **within}.items()
+        for name in ("torch_dtype", "dtype")
+        if isinstance(section, Mapping) and section.get(name) in PLAIN_FLOATS
+    ]
+    conversion.outcome.settings = {**conversion.outcome.settings, **dict.fromkeys(named, dtype.name)}
 
 
 def _described(checkpoint: Checkpoint, metadata: dict[str, str], target: Target) -> Checkpoint:
@@ -189,58 +151,3 @@ def _described(checkpoint: Checkpoint, metadata: dict[str, str], target: Target)
         what = f"--metadata: {target.place.format} has no place for it"
         raise UsageFault(what, hint="write safetensors, or leave it out")
     return with_metadata(checkpoint, metadata, state=target.state) if metadata else checkpoint
-
-
-@click.command("disarm")
-@options.input_argument
-@options.output_argument
-@options.state_option
-@options.device_option
-@options.resume_option
-@options.job_options
-def disarm(job: WriteJob) -> None:
-    """Write a .pt of tensors and plain values alone, which torch.load(weights_only=True) takes.
-
-    Nothing that INPUT names is imported or called, and OUTPUT names nothing but torch's own tensors and
-    types. Every object that became a plain value is named: a Namespace or dataclass becomes a dict, a
-    NumPy scalar a number, an array a tensor, a path text, a pickled model its state dict, a function or class
-    its name as text. Anything else becomes a dict of what would have been called, with which arguments. The
-    model's state stays as it is, and so does its digest.
-
-    \b
-    Example:
-      ckpttool disarm last.pt safe.pt
-    """
-    from ...formats.pytorch import zip as torch_zip
-    from ...formats.saving.destination import format_of_name
-    from ...transforms import disarm as transforms
-
-    if format_of_name(job.output) not in (torch_zip.NAME, None):
-        hint = "safetensors and folders of it hold no objects: ckpttool convert writes them"
-        raise UsageFault(f"{job.output}: disarm writes a .pt file", hint=hint)
-
-    def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        new, disarmed = transforms.disarm(checkpoint, state=target.state)
-        changed = [{"name": name, "from": was, "to": now} for name, was, now in disarmed.changed]
-        return new, Outcome(
-            f"disarmed {counted(len(changed), 'object')}"
-            if changed
-            else "found only tensors and plain values",
-            left_out=disarmed.left_out,
-            of_state=False,
-            notes=_notes(job.console, disarmed),
-            fields={"changed": changed},
-        )
-
-    rewrite(job, transform, to=torch_zip.NAME, state=None)
-
-
-def _notes(console: Console, disarmed: Disarmed) -> list[str]:
-    """Return a line for each kind of change, with the names of the values."""
-    names: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, was, now in disarmed.changed:
-        names[was, now].append(name or "the file itself")
-    notes = [f"{printable(was)} -> {now}: {console.names(at)}" for (was, now), at in names.items()]
-    if disarmed.dtensors:
-        notes.append("its DTensors are kept: import torch.distributed.tensor before torch.load")
-    return notes

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from .. import options
-from ..console import counted, stdout_kept_for_results
-from ..options import WriteJob
+from ..console import counted
 from ..reading import fields_of
-from ..rewriting import Change, Outcome, Target, rewrite
+from ..rewriting import Change, Outcome, Target, rewrite, rewritten
+from ..schemas import Fields, fields_like
 
 if TYPE_CHECKING:
     from ...batchnorm.convert_states import BatchNormReport
@@ -29,16 +29,19 @@ def _counts(text: str) -> tuple[str, tuple[int, ...]]:
         ) from None
 
 
-@click.command("convert-batchnorm")
+def _printed() -> Fields:
+    from ...batchnorm.convert_states import BatchNormReport
+    from ...batchnorm.pool_files import PoolReport
+
+    return rewritten(fields_like(PoolReport, maybe=("exact",)), BatchNormReport)
+
+
+@options.command("Convert", "BatchNorm to SyncBatchNorm and back; pool ranks", _printed)
 @options.inputs_and_output
 @options.option(
     "--to",
     "For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, for several INPUTs]",
     type=click.Choice(["sync", "plain"]),
-)
-@options.option(
-    "--model SPEC",
-    "The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
 )
 @options.several(
     "--counts [GLOB=]N0,N1,…",
@@ -56,11 +59,11 @@ def _counts(text: str) -> tuple[str, tuple[int, ...]]:
 @options.several("--exclude GLOB", "Skip layers that match GLOB.")
 @options.several("--keep-first GLOB", "Keys in which INPUTs may differ: the first INPUT's are taken.")
 @options.writing_options
-def command(
-    job: WriteJob,
+def convert_batchnorm(
+    job: options.WriteJob,
     to: Literal["sync", "plain"] | None,
-    model: str | None,
     exclude: tuple[str, ...],
+    model: str | None = None,
     **of_ranks: Any,
 ) -> None:
     """Convert BatchNorm's state for SyncBatchNorm and back, and pool the statistics of several ranks.
@@ -89,7 +92,7 @@ def command(
     from ...batchnorm.pool_files import pool_states
     from ...errors import NothingToDo
 
-    others = job.inputs[1:]
+    others, build = job.inputs[1:], next(iter(options.added({"model": model})), None)
     if not others:
         _require_one(to, of_ranks)
     counts = dict(of_ranks.pop("counts")) or None
@@ -103,7 +106,7 @@ def command(
             files = [checkpoint, *map(formats.open, others)]  # tensors that are kept refer to the open files
             checkpoint, pooled = pool_states(files, counts, **of_ranks, **choices)
         choices["as_text"] = target.place.has_metadata and not target.place.full
-        choices["kinds"] = _kinds(model)
+        choices["kinds"] = _kinds(build()) if build else None
         try:
             checkpoint, report = convert(checkpoint, plain_or_sync, **choices)
         except NothingToDo:
@@ -124,15 +127,11 @@ def _require_one(to: str | None, of_ranks: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} is for several INPUTs, one per rank")
 
 
-def _kinds(spec: str | None) -> dict[str, str] | None:
-    """Return the kind of each BatchNorm layer of a model. Runs its code; imports torch."""
-    if spec is None:
-        return None
+def _kinds(model: Any) -> dict[str, str]:
+    """Return the kind of each BatchNorm layer. Imports torch."""
     from ...batchnorm.convert_modules import kinds_of
-    from ...models.skeleton import skeleton
 
-    with stdout_kept_for_results():
-        return kinds_of(skeleton(spec))
+    return kinds_of(model)
 
 
 def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: BatchNormReport) -> Outcome:

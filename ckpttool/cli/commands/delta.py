@@ -10,15 +10,23 @@ import click
 from ...errors import UsageFault, install
 from .. import options
 from ..console import counted, printable, show_bytes
-from ..options import WriteJob
 from ..reading import fields_of, note_state, open_file
-from ..rewriting import Change, Outcome, Target, report_written, rewrite
+from ..rewriting import WRITTEN, Change, Outcome, Target, report_written, rewrite, rewritten
+from ..schemas import Fields, fields_like
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
 
-@click.command("delta")
+def _printed() -> Fields:
+    from ...formats.delta.writing import Delta
+    from ...formats.saving.destination import Saved
+
+    named: Fields = {"base": (str, "BASE as it was named"), "new": (str, "NEW as it was named")}
+    return {**named, **fields_like(Delta), **fields_like(Saved), **WRITTEN}
+
+
+@options.command("Keep", "What changed between two checkpoints, losslessly", _printed)
 @options.argument("input", "BASE")
 @options.argument("new", "NEW")
 @options.output_argument
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
 )
 @options.state_option
 @options.folder_options
-def delta(job: WriteJob, new: str, layout: str | None) -> None:
+def delta(job: options.WriteJob, new: str, layout: str | None) -> None:
     """Write what changed from BASE to NEW, so that apply makes NEW of BASE again, to the last bit.
 
     OUTPUT is a file of safetensors, and its name says no other format. Of each tensor it holds the smallest
@@ -74,12 +82,12 @@ def delta(job: WriteJob, new: str, layout: str | None) -> None:
     said = ", ".join(f"{count} {forms[kind]}" for kind, count in made.kinds.items() if count)
     done = f"compared {counted(sum(made.kinds.values()), 'tensor')} ({said})" if said else "compared"
     size = f"{show_bytes(made.saved.nbytes)} of {show_bytes(made.of)}"
-    data = {"base": job.input, "new": new, **fields_of(made, without=("saved",)), **fields_of(made.saved)}
+    data = {"base": job.input, "new": new, **fields_of(made), **fields_of(made.saved)}
     seconds = time.perf_counter() - started
     report_written(console, done, made.saved.path, size, seconds, data, dry=job.dry_run)
 
 
-@click.command("apply")
+@options.command("Keep", "The newer checkpoint, from the older and deltas", rewritten)
 @click.argument(
     "inputs",
     metavar="BASE DELTA… OUTPUT",
@@ -90,7 +98,7 @@ def delta(job: WriteJob, new: str, layout: str | None) -> None:
 @options.to_option
 @options.full_option
 @options.writing_options
-def apply(job: WriteJob, to: str | None, full: bool) -> None:
+def apply(job: options.WriteJob, to: str | None, full: bool) -> None:
     """Make of BASE what it became by each DELTA, one after another, to the last bit.
 
     BASE may have any format, if its values are those that the first DELTA was made from: their checksums

@@ -13,10 +13,10 @@ from .. import options
 from ..console import Console, counted, printable
 from ..layout import terminal_width
 from ..reading import fields_of, note_keys, note_state, note_unread, open_file
+from ..schemas import NAMES, Fields, fields_like
 
 if TYPE_CHECKING:
     from ...analysis.comparison import Change, Comparison
-    from ...checkpoint.checkpoint import Checkpoint
 
 Limits = dict[str, float | None]
 
@@ -31,7 +31,32 @@ class _Tolerance(click.FloatRange):
         return number
 
 
-@click.command("diff")
+def _printed() -> Fields:
+    from ...analysis.comparison import Change, Comparison
+    from ...analysis.distances import Distance
+
+    changed: Fields = {
+        **fields_like(Change),
+        **{f"{name}?": said for name, said in fields_like(Distance).items()},
+        "index?": (tuple[int, ...] | None, "the place of the largest difference, along each axis"),
+        "norm_a?": (float, "the 2-norm of the tensor in A"),
+        "norm_b?": (float, "the 2-norm of the tensor in B"),
+        "norm_difference?": (float, "the 2-norm of their difference"),
+        "relative?": (float | None, "that, divided by the norm in B"),
+        "cosine?": (float | None, "of the angle between them"),
+    }
+    return {
+        "same": (bool, "whether nothing differs, or only by less than the tolerance"),
+        "identical": (bool, "whether nothing differs at all"),
+        **fields_like(Comparison),
+        "changed": ([changed], "what both files have, with other contents"),
+        "not_compared": (NAMES, "names that one of the formats can't hold"),
+        "rtol": (float | None, "as given"),
+        "atol": (float | None, "as given"),
+    }
+
+
+@options.command("Check", "What differs between two files, by name and value", _printed)
 @options.argument("a", "A")
 @options.argument("b", "B", type=options.PATH)
 @options.option("--rtol X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
@@ -45,18 +70,8 @@ class _Tolerance(click.FloatRange):
 )
 @options.state_option
 @options.no_verify_option
-@options.page_options
 @options.reading
-def command(
-    console: Console,
-    a: str,
-    b: str,
-    sort: str | None,
-    no_verify: bool,
-    html: str | None,
-    force: bool,
-    **choices: Any,
-) -> int:
+def diff(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **choices: Any) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
     A row for each tensor or value that is only in A (-), only in B (+) or differs (~); a row for each module
@@ -74,16 +89,15 @@ def command(
       ckpttool diff model.bin model.safetensors --atol 1e-6
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
-    from ...analysis.compare import diff
+    from ...analysis import compare
 
-    if html is not None:
-        _require_page(html, a, b, force)
+    pages = options.added(choices, console, a, b)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            comparison = diff(mine, theirs, progress=progress, verify=not no_verify, **choices)
-        if html is not None:
-            _write_page(console, html, mine, theirs, comparison, choices["state"])
+            comparison = compare.diff(mine, theirs, progress=progress, verify=not no_verify, **choices)
+        for write in pages:
+            write(mine, theirs, comparison, choices["state"])
         note_unread(console, mine, theirs)
         note_keys(console, (mine, theirs), (comparison.text_keys_a, comparison.text_keys_b))
         if choices["model_only"] or comparison.aside_a or comparison.aside_b:  # else every state was compared
@@ -91,21 +105,6 @@ def command(
                 note_state(console, checkpoint, choices["state"], named=True)
     _report(console, a, b, comparison, sort, {name: choices[name] for name in ("rtol", "atol")})
     return 0 if comparison.same else 1
-
-
-def _require_page(html: str, a: str, b: str, force: bool) -> None:
-    from ...reporting.report import require_writable
-
-    require_writable(html, (a, b), force)
-
-
-def _write_page(
-    console: Console, html: str, a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str | None
-) -> None:
-    from ...reporting.report import about, write
-
-    write(html, (a.path, b.path), about(a, {}, state, [b], comparison))
-    console.note(f"page -> {printable(html)}")
 
 
 def _report(
@@ -127,10 +126,6 @@ def _report(
     console.result("\n".join([*lines, console.sentence(verdict)]), {**_data(comparison, sort), **limits})
 
 
-# Fields of a comparison that JSON has otherwise, or not at all
-SAID_APART = ("changed", "aside_a", "aside_b", "matched_without_prefix", "same_files")
-
-
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
     from ...analysis.diff_rows import relative
 
@@ -140,16 +135,16 @@ def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
     return {
         "same": comparison.same,
         "identical": comparison.identical,
-        **fields_of(comparison, without=SAID_APART),
+        **fields_of(comparison),
         "changed": [*map(_fields, changed)],
         "not_compared": [*comparison.aside_a, *comparison.aside_b],
     }
 
 
 def _fields(change: Change) -> dict[str, object]:
-    data: dict[str, object] = {"name": change.name, "why": change.why, "a": change.a, "b": change.b}
+    data = fields_of(change)
     if (distance := change.distance) is not None:
-        data |= fields_of(distance, without=("where", "a", "b", "tolerated")) | {"index": change.index}
+        data |= fields_of(distance) | {"index": change.index}
     if (norms := change.norms) is not None:
         data |= {"norm_a": norms.a, "norm_b": norms.b, "norm_difference": norms.difference}
         data |= {"relative": norms.relative, "cosine": norms.cosine}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import click
 
 from ...errors import UsageFault
 from .. import options
 from ..console import Console
+from ..schemas import Fields
 
-Sections = Mapping[str, Mapping[click.Command, str]]  # by title, each command with its line of help
+Sections = Mapping[str, Sequence[options.Command]]  # by title
 
 NAME = "ckpttool"
 HEAD = f"""\
@@ -49,7 +50,16 @@ Begin with `{NAME} inspect FILE`: it runs and loads nothing. If a checkpoint doe
 EVERYWHERE = {"--json", "--quiet", "--verbose", "--revision", "--offline"}
 
 
-@click.command("schema")
+SCHEMA: Fields = {
+    "$schema": (str, "the dialect of JSON Schema"),
+    "title": (str, "the command"),
+    "description": (str, "what it does"),
+    **dict.fromkeys(("if", "then", "else", "$defs"), (object, "")),
+}
+SKILL: Fields = {"name": (str, "the skill's"), "text": (str, "the page, as Markdown with its front matter")}
+
+
+@options.command("For programs", "The JSON Schema of a command's --json", SCHEMA)
 @click.argument("name", metavar="COMMAND", required=False)
 @options.reading
 def schema(console: Console, name: str | None) -> None:
@@ -62,17 +72,15 @@ def schema(console: Console, name: str | None) -> None:
     Example:
       ckpttool schema inspect
     """
-    from ..contracts import contracts
-
-    known = {str(command.name): line for part in all_sections().values() for command, line in part.items()}
+    known = {str(each.name): each for commands in all_sections().values() for each in commands}
     if name is None or name not in known:
         what = "schema needs a COMMAND" if name is None else f"there is no command '{name}'"
         raise UsageFault(what, hint=f"it is one of {', '.join(sorted(known))}")
-    document = contracts.schema(name, known[name])
+    document = known[name].schema()
     console.result(json.dumps(document, indent=2), document)
 
 
-@click.command("skill")
+@options.command("For programs", "A page for coding assistants, made from the help", SKILL)
 @options.reading
 def skill(console: Console) -> None:
     """Print a page for coding assistants: what each command is for, its flags, and what to rely on.
@@ -95,16 +103,16 @@ def all_sections() -> Sections:
 
 
 def page(sections: Sections) -> str:
-    """Return the page for commands by section, each with its line of help."""
+    """Return the page for the commands of all sections."""
     return "\n".join([HEAD, *_commands(sections)])
 
 
 def _commands(sections: Sections) -> Iterator[str]:
     for title, commands in sections.items():
         yield from (f"## {title}", "")
-        for command, line in commands.items():
-            yield from (f"### {command.name}", "", f"{line}. {_flags(command)}".rstrip(), "")
-            yield from ("```sh", *_examples(command), "```", "")
+        for each in commands:
+            yield from (f"### {each.name}", "", f"{each.summary}. {_flags(each)}".rstrip(), "")
+            yield from ("```sh", *_examples(each), "```", "")
 
 
 def _flags(command: click.Command) -> str:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,7 @@ from .. import options
 from ..console import Console, counted, printable, show_bytes
 from ..layout import columns, table, terminal_width, without
 from ..reading import Answer, answer_each, fields_of, open_file
+from ..schemas import Fields, fields_like
 
 if TYPE_CHECKING:
     from ...analysis.summary import Summary
@@ -29,23 +30,51 @@ TENSORS = (*STATS[:3], "bytes", "shared with")
 LEAST = 16  # columns that a name keeps
 
 
-@click.command("inspect")
+def _printed() -> list[Fields]:
+    from ...analysis.summary import Summary
+    from ...analysis.tables import CheckpointRow, Stats, TensorRow
+
+    tensor = {
+        **fields_like(TensorRow, maybe=("kind", "local_shape")),
+        "stats?": (Stats | None, "with --stats"),
+    }
+    other: Fields = {
+        "name": (str, "its dotted path"),
+        "type": (str, "its type"),
+        "value?": (object, "the value, when it is plain and short"),
+        "size?": (int, "the number of entries of a container"),
+        "same_as?": (str, "the first name of a container in several places, where its entries are"),
+    }
+    file: Fields = {
+        **fields_like(Summary),
+        "dtypes": (dict[str, int], "dtype -> how many tensors of the state have it"),
+        "devices": (dict[str, int], "device -> how many tensors of the state are tagged with it"),
+        "state_bytes": (int, "bytes of the state's tensors, ties counted once"),
+        "tensors": ([tensor], "every tensor of the file"),
+        "other": ([other], "everything that is not a tensor"),
+    }
+    checkpoint: Fields = {
+        **fields_like(CheckpointRow),
+        "whole": (bool, "whether it can be read"),
+        "problem": (str | None, "why it can't"),
+    }
+    run: Fields = {
+        "path": (str, "the folder of a run"),
+        "checkpoints": ([checkpoint], "those in it, the newest first"),
+    }
+    return [file, run]
+
+
+@options.command("Look", "Show what is in a file, without running any of it", _printed, several=True)
 @options.files_argument
 @options.option("--depth N", "Show modules N levels deep.", type=click.IntRange(1))
 @options.flag("--tensors", "One line per tensor: name, dtype, shape, bytes.", "listed")
 @options.flag("--stats", "Read every value: min, max, mean, standard deviation, NaN.", "measured")
 @options.state_option
 @options.no_verify_option
-@options.page_options
 @options.reading
-def command(
-    console: Console,
-    files: tuple[str, ...],
-    depth: int | None,
-    state: str | None,
-    html: str | None,
-    force: bool,
-    **flags: bool,
+def inspect(
+    console: Console, files: tuple[str, ...], depth: int | None, state: str | None, **flags: Any
 ) -> int:
     """Show what is in each FILE, without loading it or running anything it names.
 
@@ -61,21 +90,20 @@ def command(
     from ..inspect_page import page
 
     listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
-    if html is not None:
-        _require_page(html, files, force)
+    pages = options.added(flags, console, *files)
 
     def answer(file: str) -> Answer:
         try:
             opened = open_file(console, file)
         except SeveralCheckpoints:
-            if html is not None or (run := _of_run(file)) is None:
+            if pages or (run := _of_run(file)) is None:
                 raise
             return run
         with opened as checkpoint:
             summary = summarize(checkpoint, state)
-            stats = _measure(console, checkpoint, verify, bool(html)) if measured else {}
-            if html is not None:
-                _write_page(console, html, checkpoint, summary, stats)
+            stats = _measure(console, checkpoint, verify, bool(pages)) if measured else {}
+            for write in pages:
+                write(checkpoint, summary, stats)
             if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
                 records = counted(unseen, "record has a header", "records have headers")
                 console.note(f"only the directory was read: {records} too, compared when the bytes are read")
@@ -101,8 +129,7 @@ def _of_run(folder: str) -> Answer | None:
     if not any(row.format for row in rows):
         return None
     checkpoints = [
-        fields_of(row, {"nbytes": "bytes"}) | {"whole": not row.problem, "problem": row.problem or None}
-        for row in rows
+        fields_of(row) | {"whole": not row.problem, "problem": row.problem or None} for row in rows
     ]
     lines = _run_page(folder, rows, terminal_width(sys.stdout))
     return Answer("\n".join(lines), {"path": folder, "checkpoints": checkpoints})
@@ -111,24 +138,6 @@ def _of_run(folder: str) -> Answer | None:
 def _lines() -> int:
     """Return how many lines of modules fit on the terminal with the facts."""
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
-
-
-def _require_page(html: str, files: tuple[str, ...], force: bool) -> None:
-    from ...reporting.report import require_writable
-
-    if len(files) > 1:
-        raise click.UsageError(f"--html {html}: a page is of one FILE")
-    require_writable(html, files, force)
-
-
-def _write_page(
-    console: Console, html: str, checkpoint: Checkpoint, summary: Summary, stats: Mapping[str, Stats | None]
-) -> None:
-    from ...reporting.contents import contents
-    from ...reporting.report import write
-
-    write(html, (checkpoint.path,), {"checkpoint": contents(checkpoint, summary, stats)})
-    console.note(f"page -> {printable(html)}")
 
 
 def _measure(
@@ -144,10 +153,8 @@ def _measure(
 def _fields(
     summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
 ) -> dict[str, object]:
-    here, renamed = summary.here, {"nbytes": "bytes", "unused": "unused_bytes", "running": "could_run"}
-    absent = [name for name in ("ranks", "commit", "made_of") if not getattr(summary, name)]
-    own = ("likes", "modules", "here", "outside", "other", *absent)
-    return fields_of(summary, renamed, without=own) | {
+    here = summary.here
+    return fields_of(summary) | {
         "dtypes": here.dtypes,
         "devices": here.devices,
         "state_bytes": here.nbytes,

@@ -11,14 +11,13 @@ import click
 
 from .. import options
 from ..console import show_names
-from ..options import WriteJob
-from ..rewriting import Change, Target, renaming_outcome, rewrite
+from ..rewriting import Change, Target, renaming_outcome, rewrite, rewritten
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
 
-@click.command("strip-prefix")
+@options.command("Rename", "Take a wrapper's prefix off the keys", rewritten)
 @options.option("--prefix", "What to remove, including the dot.", default="module.", show_default=True)
 @options.flag("--repeat", "Repeat until none is left, e.g. module.module.conv.weight.")
 @options.flag("--anywhere", "Also remove it inside a name, e.g. 0._orig_mod.weight.")
@@ -26,7 +25,12 @@ if TYPE_CHECKING:
 @options.several("--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.")
 @options.writing
 def strip_prefix(
-    job: WriteJob, prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], keep: tuple[str, ...]
+    job: options.WriteJob,
+    prefix: str,
+    repeat: bool,
+    anywhere: bool,
+    drop: tuple[str, ...],
+    keep: tuple[str, ...],
 ) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 
@@ -101,12 +105,12 @@ def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
             return
 
 
-@click.command("add-prefix")
+@options.command("Rename", "Put a wrapper's prefix before every key", rewritten)
 @options.option(
     "--prefix", "What to put before keys, including the dot.", default="module.", show_default=True
 )
 @options.writing
-def add_prefix(job: WriteJob, prefix: str) -> None:
+def add_prefix(job: options.WriteJob, prefix: str) -> None:
     """Put a wrapper's prefix before every key: the inverse of strip-prefix.
 
     For a script that loads into a model it has already wrapped in DistributedDataParallel.
@@ -132,7 +136,7 @@ def add_prefix(job: WriteJob, prefix: str) -> None:
     rewrite(job, transform)
 
 
-@click.command("rename-keys")
+@options.command("Rename", "Rename keys by regular expressions", rewritten)
 @options.option(
     "--map REGEX=REPLACEMENT",
     "What to rename, as re.sub does. Repeatable; applied in order.",
@@ -141,7 +145,7 @@ def add_prefix(job: WriteJob, prefix: str) -> None:
     required=True,
 )
 @options.writing
-def rename_keys(job: WriteJob, rules: tuple[str, ...]) -> None:
+def rename_keys(job: options.WriteJob, rules: tuple[str, ...]) -> None:
     """Rename keys by regular expressions.
 
     Two keys that would get the same name are refused; module versions and the optimizer's parameter names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,31 @@ from .. import options
 from ..console import Console, printable, show_bytes, stdout_kept_for_results
 from ..failure import mismatch_fields
 from ..reading import fields_of, note_fields, note_state, open_file
+from ..schemas import KEYS, Fields, fields_like
 
 if TYPE_CHECKING:
     from ...models.diagnosis import Diagnosis
     from ...models.reloading import Reloaded
+    from ...transforms.ema_names import Parameters
 
 
 WIDTH = 110  # Columns of a comment, if the terminal has no fewer
 
 
-@click.command("doctor")
+def _doctor_printed() -> Fields:
+    from ...models.diagnosis.report import Diagnosis
+
+    problem: Fields = {
+        "kind": (str, "a stable word for scripts"),
+        "message": (str, "what is wrong"),
+        "remark": (bool, "the state loads strictly all the same"),
+        "command?": (str, "the command that fixes it, after those of the problems before it"),
+    }
+    problems = ([problem], "in the order in which to fix them")
+    return {**fields_like(Diagnosis), "problems": problems, **KEYS}
+
+
+@options.command("Load", "Why it does not load, and the commands that fix it", _doctor_printed)
 @options.file_argument
 @options.option("--model SPEC", options.MODEL)
 @options.option("--like REF", "In the place of a model: a checkpoint that loads into it. No code is run.")
@@ -64,8 +79,7 @@ def _fields(diagnosis: Diagnosis) -> dict[str, object]:
         | ({"command": problem.command} if problem.command else {})
         for problem in diagnosis.problems
     ]
-    data = fields_of(diagnosis, {}, without=("fit",))
-    return {**data, "problems": problems, **mismatch_fields(diagnosis.fit)}
+    return {**fields_of(diagnosis), "problems": problems, **mismatch_fields(diagnosis.fit)}
 
 
 def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
@@ -104,7 +118,22 @@ def _comment(text: str) -> list[str]:
     )
 
 
-@click.command("reload")
+def _reload_printed() -> Fields:
+    from ...models.reloading import Reloaded
+
+    part: Fields = {"loaded": (int, "from the file"), "of": (int, "in the model")}
+    return {
+        **fields_like(Reloaded),
+        "loaded": (int, "how many tensors of the model got values"),
+        "mismatched": (KEYS["mismatched"][0], "always empty: what does not fit is an error"),
+        "parameters": (part, "elements of the parameters that got values"),
+        "bytes": (part, "bytes of the parameters and buffers that got values"),
+        "seconds": (float, "how long it took"),
+        "output_shape?": (list[int] | str, "of the output for --input-shape; its type, if it is no tensor"),
+    }
+
+
+@options.command("Load", "Load strictly into a plain model, in one process", _reload_printed)
 @options.file_argument
 @options.model_option
 @options.option("--input-shape N,…", "Also run a forward pass on zeros of this shape.", type=options.shape)
@@ -145,9 +174,8 @@ def reload(
         shape = _forward(built, input_shape, model) if input_shape else None
     # What is kept has values in the model, and lacks them in its skeleton alone.
     without_values = [name for name in loaded.without_values if name not in loaded.kept]
-    covered, renamed = loaded.covered, {"kept": "missing", "ignored": "unexpected"}
-    data = fields_of(loaded, renamed, without=("path", "format", "covered")) | {
-        "loaded": len(loaded.loaded),
+    covered = loaded.covered
+    data = fields_of(loaded) | {
         "mismatched": [],
         "without_values": without_values,
         "parameters": {"loaded": covered.parameters, "of": covered.of_parameters},
@@ -192,3 +220,63 @@ def _line(loaded: Reloaded, spec: str, seconds: float) -> str:
         f"loaded {count} of {count + len(loaded.kept)} tensors{stripped} into {spec}, {how}, "
         f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
     )
+
+
+# ---- Options of other commands that take a model -----------------------------------------------------------
+
+
+@options.adds_to("slim", behind="output")
+@options.option(
+    "--model SPEC", "Name the tensors of an average that lists them in the order of this model's parameters."
+)
+def slim_model(model: str | None) -> Parameters | None:
+    """Return the parameters of --model."""
+    return _parameters_of(model) if model else None
+
+
+@options.adds_to("optimizer", behind="to")
+@options.option(
+    "--model SPEC",
+    "Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
+)
+def optimizer_model(model: str | None) -> Parameters | None:
+    """Return the parameters of --model."""
+    return _parameters_of(model) if model else None
+
+
+@options.adds_to("conform", behind="like")
+@options.option("--model SPEC", "In the place of REF: a model, as for doctor. Its code is run.")
+def conform_model(model: str | None) -> Callable[[], Any] | None:
+    """Return what finds the names and shapes of --model."""
+    from ...models.diagnosis.fit import Blueprint
+
+    return (lambda: Blueprint.of(_skeleton(model)).places) if model else None
+
+
+@options.adds_to("convert-batchnorm", behind="to")
+@options.option(
+    "--model SPEC",
+    "The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
+)
+def batchnorm_model(model: str | None) -> Callable[[], Any] | None:
+    """Return what builds --model."""
+    return (lambda: _skeleton(model)) if model else None
+
+
+def _skeleton(spec: str) -> Any:
+    from ...models.skeleton import skeleton
+
+    with stdout_kept_for_results():
+        return skeleton(spec)
+
+
+def _parameters_of(spec: str) -> Parameters:
+    """Return the parameters of a model. Runs the user's code; imports torch."""
+    from ...errors import UsageFault
+    from ...models import factory, reloading
+
+    with stdout_kept_for_results():
+        model = factory.build(spec)
+    if not hasattr(model, "named_parameters"):
+        raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
+    return reloading.parameters_of(model)

@@ -10,21 +10,27 @@ import click
 from .. import options
 from ..console import counted, printable, show_bytes
 from ..layout import table
-from ..options import WriteJob
 from ..reading import fields_of, note_fields, note_state, open_file
-from ..rewriting import Change, Outcome, Target, report_written, rewrite
+from ..rewriting import WRITTEN, Change, Outcome, Target, report_written, rewrite, rewritten
+from ..schemas import Fields, fields_like
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
     from ...transforms.lora.extract import Extracted
 
 
-@click.command("merge-lora")
+def _merge_printed() -> Fields:
+    from ...transforms.lora.merge import Merged
+
+    return rewritten(Merged)
+
+
+@options.command("Train on", "Add a LoRA adapter to its base model", _merge_printed)
 @click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
 @click.argument("adapter", metavar="ADAPTER", type=options.PATH)
 @options.output_argument
 @options.writing_options
-def merge_lora(job: WriteJob, adapter: str) -> None:
+def merge_lora(job: options.WriteJob, adapter: str) -> None:
     """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
 
     BASE is the model's file or folder of shards, ADAPTER the folder that PEFT or diffusers wrote, or a file
@@ -53,7 +59,15 @@ def merge_lora(job: WriteJob, adapter: str) -> None:
         rewrite(job, transform)
 
 
-@click.command("extract-lora")
+def _extract_printed() -> Fields:
+    from ...transforms.lora.adapter_folder import SavedAdapter
+    from ...transforms.lora.extract import Extracted, Layer
+
+    worst = (Layer, "the layer with the largest error")
+    return {**fields_like(Extracted), "worst": worst, **fields_like(SavedAdapter), **WRITTEN}
+
+
+@options.command("Train on", "What a model has learnt, as a LoRA adapter", _extract_printed)
 @click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
 @click.argument("tuned", metavar="TUNED", type=options.PATH, callback=options.note_inputs)
 @options.output_argument
@@ -65,7 +79,7 @@ def merge_lora(job: WriteJob, adapter: str) -> None:
 )
 @options.state_option
 @options.folder_options
-def extract_lora(job: WriteJob, tuned: str, rank: int, others: str | None) -> None:
+def extract_lora(job: options.WriteJob, tuned: str, rank: int, others: str | None) -> None:
     """Write what TUNED has learnt since BASE as a LoRA adapter, the inverse of merge-lora.
 
     OUTPUT is a folder that PEFT and merge-lora read. Each linear layer and convolution that differs gets the

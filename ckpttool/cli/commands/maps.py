@@ -1,4 +1,4 @@
-"""The command `ckpttool maps`."""
+"""Architectures: the command `maps`, and `convert --map`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from collections.abc import Iterator
 
 import click
 
+from ...errors import UsageFault
 from .. import options
-from ..console import Console
+from ..console import Console, counted
 from ..layout import table, terminal_width, wrapped
+from ..schemas import Fields, fields_like
+from .convert import Conversion
+
+LISTED: Fields = {
+    "name": (str, "as --map takes it"),
+    "from": (str, "the architecture that it starts at"),
+    "to": (str, "the one that it leads to"),
+    "reversible": (bool, "whether --inverse is possible"),
+}
+MAP: Fields = {"name": (str, "as --map takes it"), "rules": (str, "the rule file's text")}
 
 
-@click.command("maps")
+@options.command("Convert", "The architectures that convert --map changes between", [[LISTED], MAP])
 @click.argument("name", metavar="[NAME]", required=False)
 @options.reading
-def command(console: Console, name: str | None) -> None:
+def maps(console: Console, name: str | None) -> None:
     """List the maps that `convert --map` takes, or print the rules of one.
 
     A map is a rule file. What is printed is one for your own changes, which --map takes too.
@@ -50,3 +61,45 @@ def _lines(rows: list[tuple[str, str]], width: int | None) -> Iterator[str]:
     for name, way in rows:
         yield name
         yield from (f"    {line}" for line in wrapped(way, max(width - 4, 20)))
+
+
+def _mapped_printed() -> Fields:
+    from ...transforms.mapping.applying import Mapped
+
+    return fields_like(Mapped)
+
+
+@options.adds_to("convert", behind="exclude", prints=_mapped_printed)
+@options.option(
+    "--map NAME", "Change the architecture by a map (ckpttool maps), or by the rules in a .toml file.", "map_"
+)
+@options.flag("--inverse", "Apply the --map backwards.")
+@options.option("--config FILE", "The model's config, which --map takes numbers from; default: beside INPUT.")
+def convert_map(conversion: Conversion, map_: str | None, inverse: bool, config: str | None) -> None:
+    """Change the names and shapes by a map."""
+    if map_ is None:
+        for flag, given in (("--inverse", inverse), ("--config", config)):
+            if given:
+                hint = "--map NAME; ckpttool maps lists them"
+                raise UsageFault(f"{flag} is of --map, which is not given", hint=hint)
+        return
+    from ...checkpoint.optimizer_view import is_numbered
+    from ...inert_pickle.values import walk
+    from ...transforms.mapping.applying import FILES, apply_map
+
+    outcome, target = conversion.outcome, conversion.target
+    optimizers = target.place.holds_all  # what is left out need not follow
+    conversion.checkpoint, mapped = apply_map(
+        conversion.checkpoint, map_, optimizers=optimizers, inverse=inverse, config=config, state=target.state
+    )
+    outcome.renamed = {old: new for old, new in mapped.renaming.items() if old != new}
+    outcome.left_out += mapped.dropped
+    outcome.untrue = (*outcome.untrue, *FILES)  # they say the architecture that it was
+    outcome.result = mapped
+    if optimizers and any(map(is_numbered, walk(conversion.checkpoint.tree))):
+        outcome.notes.append(
+            "its optimizer numbers the parameters in INPUT's order: if the other side has another, key it by "
+            "names first (ckpttool optimizer --to names)"
+        )
+    outcome.casting = mapped.casting if mapped.casting.reports else None
+    outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {map_}"

@@ -5,22 +5,39 @@ from __future__ import annotations
 import shlex
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ...errors import NothingToDo, RanksDiffer, Refused, UsageFault
 from .. import options
 from ..console import Console, counted, show_bytes
-from ..options import WriteJob
 from ..reading import fields_of, note_fields, note_state, open_file
-from ..rewriting import Change, Companions, Outcome, Target, report_written, rewrite
+from ..rewriting import (
+    BESIDE,
+    WRITTEN,
+    Change,
+    Companions,
+    Outcome,
+    Target,
+    report_written,
+    rewrite,
+    rewritten,
+)
+from ..schemas import Fields, fields_like
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
 
 
-@click.command("merge")
+def _merge_printed() -> Fields:
+    from ...checkpoint.ranks import Ranks
+
+    ranks = fields_like(Ranks, without=("held", "replicated", "missing", "lacking", "device"))
+    return rewritten({"ranks?": (ranks, "those that wrote the input")})
+
+
+@options.command("Convert", "Write what many ranks wrote as one checkpoint", _merge_printed)
 @options.inputs_and_output
 @options.to_option
 @options.full_option
@@ -37,7 +54,12 @@ if TYPE_CHECKING:
 )
 @options.writing_options
 def merge(
-    job: WriteJob, to: str | None, full: bool, dtype: str | None, take_rank: int | None, take_step: int | None
+    job: options.WriteJob,
+    to: str | None,
+    full: bool,
+    dtype: str | None,
+    take_rank: int | None,
+    take_step: int | None,
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
 
@@ -133,7 +155,21 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
     return RanksDiffer(message, hint=f"take one rank's values: --take-rank {first[1].ranks[0]}")
 
 
-@click.command("split")
+def _split_printed() -> list[Fields]:
+    from ...formats.splitting import Split
+
+    as_dtensors: Fields = {
+        **fields_like(Split),
+        "format": (Literal["dtensor-ranks"], "the output's"),
+        "keys": (int, "how many names the state has"),
+        "renamed": (int, "always 0"),
+        **BESIDE,
+        **WRITTEN,
+    }
+    return [as_dtensors, rewritten({"ranks": (int, "as given")})]
+
+
+@options.command("Convert", "Write one checkpoint as files for many ranks", _split_printed)
 @options.input_argument
 @options.output_argument
 @options.option("--ranks W", "How many ranks there are.", type=click.IntRange(1), required=True)
@@ -158,7 +194,7 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
 )
 @options.state_option
 @options.job_options
-def split(job: WriteJob, ranks: int, form: str, **of_mesh: Any) -> None:
+def split(job: options.WriteJob, ranks: int, form: str, **of_mesh: Any) -> None:
     """Write a whole checkpoint as files that the ranks of a training run load: the inverse of merge.
 
     As dtensor, rank R of W gets OUTPUT/model_world_size_W_rank_R.pt, cut as fully_shard(model) cuts it, and
@@ -205,7 +241,7 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     ]
 
 
-def _as_dtensors(job: WriteJob, ranks: int, of_mesh: dict[str, Any]) -> None:
+def _as_dtensors(job: options.WriteJob, ranks: int, of_mesh: dict[str, Any]) -> None:
     from ...formats import splitting
     from ...formats.saving.destination import Destination
 

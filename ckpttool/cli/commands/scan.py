@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from .. import options
 from ..console import Console, counted, printable, say, to_json
 from ..reading import fields_of
+from ..schemas import NAMES, Fields, fields_like
 
 if TYPE_CHECKING:
     from ...scanning.verdicts import Scanned
 
 
-@click.command("scan")
+def _printed() -> Fields:
+    from ...scanning.verdicts import Scanned
+
+    file: Fields = {
+        **fields_like(Scanned),
+        "verdict": (Literal["safe", "unknown", "dangerous", "unreadable"], "what unpickling it could do"),
+        "names": (NAMES, "the names that could run something, the worst first"),
+    }
+    return {"files": ([file], "every file that was looked at")}
+
+
+@options.command("Check", "What could run in files and folders if unpickled", _printed)
 @options.argument("paths", "PATH…", nargs=-1, required=True)
 @options.several("--allow PATTERN", "Names that count as harmless, e.g. 'sklearn.*'.")
 @options.flag("--sarif", "Print SARIF 2.1.0, which code scanning takes, instead of lines or JSON.")
 @options.reading
-def command(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif: bool) -> int:
+def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif: bool) -> int:
     """Say what could run in files and folders when they are unpickled, without running it.
 
     Pickles are found by content, whatever a file is called: in zips, tars, gzip, bzip2, xz and zlib, NumPy's
@@ -52,7 +64,7 @@ def command(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sa
     if sarif:
         click.echo(to_json(as_sarif(scanned, __version__)))
     else:
-        files_found = [fields_of(file, {}) | {"names": file.names} for file in scanned]
+        files_found = [fields_of(file) | {"names": file.names} for file in scanned]
         console.result("\n".join(_lines(console, scanned)), {"files": files_found})
     verdicts = {file.verdict for file in scanned}
     return 1 if verdicts & {DANGEROUS, UNKNOWN} else 3 if UNREADABLE in verdicts else 0

@@ -11,30 +11,37 @@ import click
 from ...errors import UsageFault
 from .. import options
 from ..console import Console, counted, printable, show_bytes
-from ..options import WriteJob
 from ..reading import fields_of
-from ..rewriting import Change, Outcome, Target, rewrite
-from .training import parameters_of
+from ..rewriting import WRITTEN, Change, Outcome, Target, rewrite, rewritten
+from ..schemas import Fields, fields_like
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
     from ...slimming import Slimmed, SlimmedRun
 
 
-@click.command("slim")
+def _printed() -> list[Fields]:
+    from ...slimming import SlimmedRun
+
+    freed: Fields = {"freed": (int, "bytes that there is now room for")}
+    return [rewritten(), {**fields_like(SlimmedRun), **freed, **WRITTEN}]
+
+
+@options.command("Convert", "Only the model's state; or room in a run's folder", _printed)
 @options.input_argument
 @options.optional_output
-@options.option(
-    "--model SPEC", "Name the tensors of an average that lists them in the order of this model's parameters."
-)
 @options.flag("--in-place", "INPUT is the folder of a run: replace its older checkpoints one after another.")
 @options.option(
     "--keep-newest N", "With --in-place: leave the newest N as they are.", type=click.IntRange(min=1)
 )
 @options.several("--drop NAME", "With --in-place: leave out this alone, e.g. optimizer.")
 @options.writing_options
-def command(
-    job: WriteJob, model: str | None, in_place: bool, keep_newest: int | None, drop: tuple[str, ...]
+def slim(
+    job: options.WriteJob,
+    in_place: bool,
+    keep_newest: int | None,
+    drop: tuple[str, ...],
+    model: str | None = None,
 ) -> None:
     """Write only the model's state, without bytes that none of its tensors uses.
 
@@ -64,26 +71,26 @@ def command(
     _to_output(job, model)
 
 
-def _to_output(job: WriteJob, model: str | None) -> None:
+def _to_output(job: options.WriteJob, model: str | None) -> None:
+    from ...transforms import selection
     from ...transforms.ema_names import with_names
-    from ...transforms.selection import slim
 
-    parameters = parameters_of(model) if model else None
+    parameters = next(iter(options.added({"model": model})), None)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         named = with_names(checkpoint, target.state, parameters) if parameters else None
         if named is not None:
             count = counted(len(named.checkpoint.state("").tensors), "tensor")
             done = f"named {count} by {model}"
-            return slim(named.checkpoint), Outcome(done, left_out=named.left_out, where="")
+            return selection.slim(named.checkpoint), Outcome(done, left_out=named.left_out, where="")
         left_out = checkpoint.outside(checkpoint.state(target.state))
         done = f"slimmed {show_bytes(checkpoint.nbytes)}"
-        return slim(checkpoint, state=target.state), Outcome(done, left_out=left_out, where="")
+        return selection.slim(checkpoint, state=target.state), Outcome(done, left_out=left_out, where="")
 
     rewrite(job, transform)
 
 
-def _require_sense(job: WriteJob, model: str | None, keep_newest: int | None) -> None:
+def _require_sense(job: options.WriteJob, model: str | None, keep_newest: int | None) -> None:
     """Refuse what `--in-place` has no use for, and the lack of what it needs."""
     if job.output:
         hint = "leave it out, or --in-place"
@@ -103,7 +110,7 @@ def _require_sense(job: WriteJob, model: str | None, keep_newest: int | None) ->
             raise UsageFault(f"{flag}: has no effect with --in-place", hint="leave it out")
 
 
-def _in_place(job: WriteJob, keep_newest: int, drop: tuple[str, ...]) -> None:
+def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...]) -> None:
     from ...slimming import slim_in_place
 
     console, started = job.console, time.perf_counter()

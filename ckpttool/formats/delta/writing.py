@@ -7,7 +7,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
@@ -48,7 +48,7 @@ class Delta:
         without_zstd: no XOR was tried, as nothing here knows zstd.
     """
 
-    saved: Saved
+    saved: Saved = field(metadata={"json": None})
     kinds: Mapping[str, int]
     of: int
     new_digest: str | None

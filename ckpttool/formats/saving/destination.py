@@ -6,13 +6,14 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ... import system
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.optimizer_view import OptimizerView
 from ...checkpoint.state import State
+from ...contract import noted
 from ...errors import OutputExists, UsageFault, already_exists
 from ...files.commit_folder import unmoved
 from ...inert_pickle.known_names import names_in, names_that_run
@@ -199,21 +200,23 @@ class Saved:
         not_removed: paths of what could not be removed of a replaced folder, each with the reason.
     """
 
-    path: str
+    path: str = field(metadata={"json": "output"})
     format: str
-    nbytes: int
+    nbytes: int = field(metadata={"json": "bytes"})
     keys: int
     left_out: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
+    tied: tuple[str, ...] = noted("written once, with the tie in the metadata")
+    copied: tuple[str, ...] = noted("written once per name, though they share memory")
     mentions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    text_keys: tuple[str, ...] = ()
-    keyed_by_text: tuple[str, ...] = ()
-    not_copied: tuple[str, ...] = ()
-    shards: int = 0
-    given_back: tuple[str, ...] = ()
-    not_removed: tuple[str, ...] = ()
+    text_keys: tuple[str, ...] = field(default=(), metadata={"if_any": True})
+    keyed_by_text: tuple[str, ...] = field(default=(), metadata={"if_any": True})
+    not_copied: tuple[str, ...] = field(default=(), metadata={"if_any": True})
+    shards: int = field(default=0, metadata={"if_any": True})
+    given_back: tuple[str, ...] = noted(
+        "put into the folder by another process meanwhile, and kept", if_any=True
+    )
+    not_removed: tuple[str, ...] = noted("could not be removed", if_any=True)
 
     @property
     def why_left_out(self) -> str:

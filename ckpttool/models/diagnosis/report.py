@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -64,8 +64,8 @@ class Diagnosis:
     format: str
     state: str | None
     loads: bool
-    fit: Fit
-    problems: tuple[Problem, ...]
+    fit: Fit = field(metadata={"json": None})
+    problems: tuple[Problem, ...] = field(metadata={"json": None})
     then: str | None
     python: str | None = None
 

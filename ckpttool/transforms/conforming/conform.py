@@ -23,12 +23,11 @@ from ...tensors.ref import Computed, TensorRef
 from ...tensors.values import same_values
 from ...words import counted
 from ..mapping.applying import apply
-from ..mapping.rules import MapRules
 from ..quantization.recognise import require_unpacked
 from ..selection import replace_state
 from .modules import Module, Places, StateEntry, places_of
 from .numbering import require_order
-from .rules import RuleRow, as_rules, rows
+from .rules import as_rules, rows
 from .search import SearchResult, is_shared, search
 from .values import Values, differing
 
@@ -57,14 +56,14 @@ class Conformed:
         also: dotted paths of copies of the state, such as an average, that were changed too.
     """
 
-    table: tuple[RuleRow, ...] = field(metadata={"json": False})
-    rules: MapRules = field(metadata={"json": False})
-    renamed: Mapping[str, str] = field(metadata={"json": False})
+    table: tuple[RuleRow, ...] = field(metadata={"json": None})
+    rules: MapRules = field(metadata={"json": None})
+    renamed: Mapping[str, str] = field(metadata={"json": None})
     dropped: tuple[str, ...] = ()
     untied: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    taken: tuple[str, ...] = ()
+    taken: tuple[str, ...] = field(default=(), metadata={"json": "taken_from_last"})
     lacking: tuple[str, ...] = ()
     padded: tuple[str, ...] = ()
     unshown: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
@@ -35,8 +35,8 @@ class SavedAdapter:
         keys: how many tensors are in it.
     """
 
-    path: str
-    nbytes: int
+    path: str = field(metadata={"json": "output"})
+    nbytes: int = field(metadata={"json": "bytes"})
     keys: int
 
 

@@ -17,6 +17,7 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
+from ...contract import noted
 from ...errors import Refused, UsageFault
 from ...files.pieces import Progress
 from ...files.spool import Spool
@@ -66,12 +67,12 @@ class Extracted:
 
     rank: int
     layers: tuple[Layer, ...]
-    lowered: tuple[str, ...]
     same: tuple[str, ...]
-    saved: tuple[str, ...]
-    dropped: tuple[str, ...]
-    cast: tuple[str, ...]
-    config: Mapping[str, Any] = field(metadata={"json": False})
+    config: Mapping[str, Any] = field(metadata={"json": None})
+    lowered: tuple[str, ...] = noted("of the rank of their smaller side, which is less")
+    saved: tuple[str, ...] = noted("whole in the adapter")
+    dropped: tuple[str, ...] = noted("left out, though they differ")
+    cast: tuple[str, ...] = noted("of other types in the two models: a merge has BASE's")
 
     @property
     def worst(self) -> Layer:
@@ -154,8 +155,8 @@ def extract_lora(
     report = Extracted(
         rank,
         tuple(layers),
-        tuple(layer.name for layer in layers if layer.rank < rank),
         tuple(found.same),
+        lowered=tuple(layer.name for layer in layers if layer.rank < rank),
         saved=tuple(found.others) if others == "save" else (),
         dropped=tuple(found.others) if others == "drop" else (),
         cast=tuple(found.cast),

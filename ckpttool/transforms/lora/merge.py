@@ -19,6 +19,7 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.rebuilt_tensors import with_plain_tensor
 from ...checkpoint.special_tensors import require_plain
 from ...checkpoint.state import State
+from ...contract import noted
 from ...errors import Damaged, NothingToDo, Refused, Unsupported
 from ...inert_pickle.values import remade
 from ...lazy import NDArray, np
@@ -50,12 +51,12 @@ class Merged:
     """
 
     updated: tuple[str, ...]
-    replaced: tuple[str, ...]
-    cast: tuple[str, ...]
-    added: tuple[str, ...]
-    untied: tuple[str, ...]
-    followed: tuple[str, ...]
-    casting: CastReports = field(metadata={"json": False})
+    casting: CastReports = field(metadata={"json": None})
+    replaced: tuple[str, ...] = noted("replaced by the adapter's")
+    cast: tuple[str, ...] = noted("of other types in the adapter, and cast to the model's")
+    added: tuple[str, ...] = noted("added")
+    followed: tuple[str, ...] = noted("tied to an updated weight, and changed with it as in PEFT's merge")
+    untied: tuple[str, ...] = noted('no longer tied: set "tie_word_embeddings": false in config.json')
 
 
 @takes_checkpoint
@@ -118,12 +119,12 @@ class _Merging:
         replaced = tuple(name for name in self.whole if name in tensors)
         self.report = Merged(
             tuple(self.updates),
+            CastReports(),
             replaced,
             tuple(name for name in replaced if tensors[name].dtype is not self.whole[name].dtype),
             tuple(name for name in self.whole if name not in tensors),
-            self.ties.untied(),
             self.ties.following(),
-            CastReports(),
+            self.ties.untied(),
         )
 
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:

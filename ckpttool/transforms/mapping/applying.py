@@ -13,6 +13,7 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.settings import json_object, settings_beside
 from ...checkpoint.state import State
+from ...contract import noted
 from ...errors import CkptToolError, Refused
 from ...inert_pickle.values import Record, attributes_in
 from ...tensors.losses import CastReports
@@ -40,11 +41,11 @@ class Mapped:
         casting: which numbers became infinite or 0 by `cast`, complete once the output is saved.
     """
 
-    names: Mapping[str, tuple[str, ...]] = field(metadata={"json": False})
+    names: Mapping[str, tuple[str, ...]] = field(metadata={"json": None})
     dropped: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    casting: CastReports = field(default_factory=CastReports, metadata={"json": False})
+    tied: tuple[str, ...] = noted("other names of one tensor, added or taken away")
+    also: tuple[str, ...] = noted("changed too")
+    casting: CastReports = field(default_factory=CastReports, metadata={"json": None})
 
     @property
     def renaming(self) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Dequantized:
     dequantized: Mapping[str, int]
     left_out: tuple[str, ...]
     settings: str
-    casting: CastReports = field(metadata={"json": False})
+    casting: CastReports = field(metadata={"json": None})
 
 
 @takes_checkpoint

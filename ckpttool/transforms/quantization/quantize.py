@@ -82,8 +82,8 @@ class Quantized:
     """
 
     quantization_config: Mapping[str, object]
-    left_plain: tuple[str, ...]
-    errors: Mapping[str, Error] = field(metadata={"json": False})
+    left_plain: tuple[str, ...] = field(metadata={"note": "not quantised"})
+    errors: Mapping[str, Error] = field(metadata={"json": None})
 
 
 @takes_checkpoint

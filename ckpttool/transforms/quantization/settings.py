@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...checkpoint.settings import settings_beside
+from ...checkpoint.settings import SECTIONS, settings_beside
 from ...errors import Damaged
 from ...tensors.dtypes import DTYPES, DType
 
 # Files of the libraries' own with what else stands in config.json, and the method that they are of.
 OWN = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-SECTIONS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def test_its_front_matter_is_what_assistants_ask_for() -> None:
     assert 100 < len(head["description"]) <= 1024
 
 
-LINES = {command.name: line for commands in SECTIONS.values() for command, line in commands.items()}
+LINES = {command.name: command.summary for commands in SECTIONS.values() for command in commands}
 
 
 @pytest.mark.parametrize("name", group.commands)

@@ -1,4 +1,4 @@
-"""The commands of what one trains on with: `average` and `optimizer`."""
+"""The command `ckpttool average`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import counted, stdout_kept_for_results
-from ..options import WriteJob
-from ..rewriting import Change, Outcome, Target, rewrite
+from ..console import counted
+from ..rewriting import Change, Outcome, Target, rewrite, rewritten
+from ..schemas import Fields
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
-    from ...transforms.ema_names import Parameters
-    from ...transforms.optimizer.parameters import Order
-    from ...transforms.optimizer.rekey import Form
 
 
 def _numbers(text: str) -> list[float]:
@@ -26,7 +23,13 @@ def _numbers(text: str) -> list[float]:
         raise click.BadParameter(what, param_hint="--weights") from None
 
 
-@click.command("average")
+def _printed() -> Fields:
+    from ...transforms.average import Averaged
+
+    return rewritten(Averaged)
+
+
+@options.command("Train on", "The mean of several checkpoints, or SLERP, TIES, DARE", _printed)
 @options.inputs_and_output
 @options.option("--weights W,W,…", "The weight of each INPUT; equal if not given.", type=_numbers)
 @options.option(
@@ -55,7 +58,7 @@ def _numbers(text: str) -> list[float]:
 )
 @options.option("--seed N", "dare: of the random choice of that part.  [default: 0]", type=int)
 @options.writing_options
-def average(job: WriteJob, weights: list[float] | None, method: str, **settings: Any) -> None:
+def average(job: options.WriteJob, weights: list[float] | None, method: str, **settings: Any) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
 
     Means are computed with twice the precision of float64, whatever the dtype. Integers and booleans, such as
@@ -104,74 +107,3 @@ def average(job: WriteJob, weights: list[float] | None, method: str, **settings:
         return new, outcome
 
     rewrite(replace(job, input=last_path), transform)
-
-
-@click.command("optimizer")
-@options.writing
-@options.option(
-    "--to",
-    "What the state is keyed by in OUTPUT: parameter names, torch's indices, torchtitan's flat names.",
-    type=click.Choice(["names", "indices", "flat"]),
-    required=True,
-)
-@options.option(
-    "--model SPEC",
-    "Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
-)
-@options.option(
-    "--order",
-    "An optimizer without names lists its parameters in the order of the file's state, or of --model.",
-    type=click.Choice(["state", "model"]),
-)
-def optimizer(job: WriteJob, to: Form, model: str | None, order: Order | None) -> None:
-    """Key the state of every optimizer in a file by parameter names, or by torch's indices.
-
-    torch keys it by index and loads it by position, so a model whose layers are in another order silently
-    gets the momentum of other layers. Names can't be mistaken; and --to indices --model numbers the
-    parameters as an optimizer of that model does, group by group.
-
-    Which parameter is which is known from the names in the file (param_names), or from the model's state in
-    it if the shapes allow only one answer, whatever the order. Anything else is refused, unless you say in
-    which order the optimizer lists its parameters: that of model.parameters() with --model, or of the file's
-    state with --order state. An optimizer that was given the new layers first lists them in neither. No
-    parameter or group is added or dropped. The rest of the file stays as it is.
-
-    \b
-    Examples:
-      ckpttool optimizer last.pt named.pt --to names
-      ckpttool optimizer run.pt named.pt --to names --order state
-      ckpttool optimizer last.pt named.pt --to names --model torchvision:resnet18
-    """
-    from ...transforms.optimizer.rekey import rekeyed
-
-    parameters = parameters_of(model).shapes if model else None
-
-    def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        new, change = rekeyed(checkpoint, to, parameters=parameters, state=target.state, order=order)
-        what = counted(len(change.optimizers), "optimizer")
-        key = "flat names" if to == "flat" else to
-        done = f"keyed {what} of {counted(change.parameters, 'parameter')} by {key}"
-        outcome = Outcome(done + (f", {change.moved} moved" if change.moved else ""), result=change)
-        if change.ordered:
-            either = "the model or the file's state, whichever fits"
-            whose = {"model": "the model", "state": "the file's state", None: either}[order]
-            outcome.notes.append(f"it names no parameters: they were taken in the order of {whose}")
-        if change.absent:
-            count = counted(len(change.absent), "parameter")
-            names = job.console.names(change.absent)
-            outcome.notes.append(f"{count} of the model are in no optimizer: {names}")
-        return new, outcome
-
-    rewrite(job, transform, full=True, state=None)
-
-
-def parameters_of(spec: str) -> Parameters:
-    """Return the parameters of a model. Runs the user's code; imports torch."""
-    from ...errors import UsageFault
-    from ...models import factory, reloading
-
-    with stdout_kept_for_results():
-        model = factory.build(spec)
-    if not hasattr(model, "named_parameters"):
-        raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
-    return reloading.parameters_of(model)

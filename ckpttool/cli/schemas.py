@@ -8,11 +8,10 @@ import re
 import sys
 import types
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ...contract import SCHEMA
-from ..reading import COUNTED, IF_ANY, RENAMED
+from ..contract import SCHEMA, Telling, tellings
 
 # The fields of an object: name -> type and meaning. A name that ends in ? may be missing. A type is one of
 # Python's, such fields again, a list of one of both for an array, or the name of a definition.
@@ -63,30 +62,22 @@ class _Names(dict[str, Any]):
         return _Unseen
 
 
-def fields_like(
-    result: type,
-    renamed: Mapping[str, str] = RENAMED,
-    *,
-    without: Collection[str] = (),
-    maybe: Collection[str] = (),
-) -> Fields:
-    """Return the fields that `reading.fields_of` makes of a result; those in `maybe` may be missing."""
-    maybe = IF_ANY.union(maybe)
-    return {
-        renamed.get(name, name) + "?" * (name in maybe): (int if name in COUNTED else kind, said)
-        for name, (kind, said) in _described(result).items()
-        if name not in without
-    }
+def fields_like(result: type, *, without: Collection[str] = (), maybe: Collection[str] = ()) -> Fields:
+    """Return the fields that `reading.fields_of` makes of a dataclass, or those of a named tuple.
 
-
-def _described(result: type) -> Fields:
-    """Return the type and meaning of each attribute of a dataclass or named tuple that JSON has."""
-    known = fields(result) if is_dataclass(result) else ()
-    hidden = {each.name for each in known if not each.metadata.get("json", True)}
+    Args:
+        without: attributes that the command leaves out, or tells otherwise.
+        maybe: attributes that it leaves out at times.
+    """
     names = _Names({**vars(builtins), **vars(sys.modules[result.__module__])})
-    said = meanings(result)
     kinds = get_type_hints(result, localns=names)
-    return {name: (kind, said.get(name, "")) for name, kind in kinds.items() if name not in hidden}
+    said = meanings(result)
+    found: Fields = {}
+    for each in tellings(result) or [Telling(name, name) for name in kinds]:  # of a named tuple
+        if each.json is not None and each.name not in without:
+            name = each.json + "?" * (each.if_any or each.name in maybe)
+            found[name] = (int if each.counted else kinds[each.name], said.get(each.name, ""))
+    return found
 
 
 def meanings(result: type) -> dict[str, str]:
@@ -113,7 +104,7 @@ def schema_of(kind: Any) -> dict[str, Any]:
     if kind in (object, Any):
         return {}
     if is_dataclass(kind) or hasattr(kind, "_fields"):
-        return _object(_described(kind))
+        return _object(fields_like(kind))
     return _generic(kind, get_origin(kind), get_args(kind))
 
 

@@ -14,18 +14,14 @@ import jsonschema_rs
 import pytest
 import torch
 
-from ckpttool.cli import group
+from ckpttool.cli import SECTIONS, schemas
 from ckpttool.cli.console import to_json
-from ckpttool.cli.contracts import schemas
-from ckpttool.cli.contracts.contracts import PRINTED, schema
 from ckpttool.contract import SCHEMA, versioned
 from tests.support import contracts
 
-every_command = pytest.mark.parametrize("name", PRINTED)
+COMMANDS = {command.name: command for commands in SECTIONS.values() for command in commands}
 
-
-def test_every_command_has_a_contract() -> None:
-    assert list(PRINTED) == list(group.commands)
+every_command = pytest.mark.parametrize("name", COMMANDS)
 
 
 @every_command
@@ -51,8 +47,7 @@ def properties(part: Any) -> Iterator[tuple[str, Any]]:
 
 @every_command
 def test_every_field_of_a_command_says_what_it_means(name: str) -> None:
-    outer = PRINTED[name]()
-    for fields in outer if isinstance(outer, list) else [outer]:
+    for fields in COMMANDS[name].printed():
         for field, (_, said) in (fields[0] if isinstance(fields, list) else fields).items():
             assert name == "schema" or said, field
 
@@ -92,7 +87,7 @@ WRONG: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_a_script_could_not_rely_on_is_no_output_of_the_command(wrong: str, printed: Any) -> None:
-    validator = jsonschema_rs.Draft202012Validator(schema("inspect", ""))
+    validator = jsonschema_rs.Draft202012Validator(COMMANDS["inspect"].schema())
     assert validator.is_valid(printed)
     WRONG[wrong](changed := copy.deepcopy(printed))
     assert not validator.is_valid(changed)
@@ -100,7 +95,7 @@ def test_what_a_script_could_not_rely_on_is_no_output_of_the_command(wrong: str,
 
 def test_new_fields_may_come_but_the_tests_let_none_pass(printed: Any) -> None:
     printed["tensors"][0]["new"] = 1
-    assert jsonschema_rs.Draft202012Validator(schema("inspect", "")).is_valid(printed)
+    assert jsonschema_rs.Draft202012Validator(COMMANDS["inspect"].schema()).is_valid(printed)
     with pytest.raises(AssertionError, match="new"):
         contracts.require(["inspect", "a.pt", "--json"], json.dumps(printed))
 

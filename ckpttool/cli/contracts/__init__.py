@@ -1,1 +1,0 @@
-"""What scripts may rely on in the JSON of each command: its fields, as a JSON Schema."""
