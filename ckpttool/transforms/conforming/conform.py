@@ -23,11 +23,12 @@ from ...tensors.ref import Computed, TensorRef
 from ...tensors.values import same_values
 from ...words import counted
 from ..mapping.applying import apply
+from ..mapping.rules import MapRules
 from ..quantization.recognise import require_unpacked
 from ..selection import replace_state
 from .modules import Module, Places, StateEntry, places_of
 from .numbering import require_order
-from .rules import as_rules, rows
+from .rules import RuleRow, as_rules, rows
 from .search import SearchResult, is_shared, search
 from .values import Values, differing
 
