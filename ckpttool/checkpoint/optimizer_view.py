@@ -40,7 +40,7 @@ def is_nested_optimizer(value: object) -> TypeGuard[dict[Any, Any]]:
 
 def is_numbered(value: object) -> bool:
     """Return whether a value is an optimizer's state dict that knows its parameters by numbers alone."""
-    return is_optimizer(value) and any(type(key) is int for key in chain(*OptimizerView(value).keys))
+    return is_optimizer(value) and any(isinstance(key, int) for key in chain(*OptimizerView(value).keys))
 
 
 class OptimizerParameter(NamedTuple):
