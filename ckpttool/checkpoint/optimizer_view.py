@@ -30,17 +30,17 @@ MOMENTA = (
 
 def is_optimizer(value: object) -> TypeGuard[dict[Any, Any]]:
     """Return whether a value is an optimizer's state dict, nested or flat."""
-    return isinstance(value, dict) and (is_nested_optimizer(value) or is_flat(value))
+    return is_nested_optimizer(value) or is_flat(value)
 
 
-def is_nested_optimizer(value: Mapping[Any, Any]) -> bool:
-    """Return whether a dict has the two entries of an optimizer's state dict."""
-    return GROUPS in value and "state" in value
+def is_nested_optimizer(value: object) -> TypeGuard[dict[Any, Any]]:
+    """Return whether a value is an optimizer's state dict as torch nests it."""
+    return isinstance(value, dict) and GROUPS in value and "state" in value
 
 
 def is_numbered(value: object) -> bool:
     """Return whether a value is an optimizer's state dict that knows its parameters by numbers alone."""
-    return is_optimizer(value) and any(type(key) is int for key in chain(*OptimizerView(value).keys))
+    return is_optimizer(value) and any(isinstance(key, int) for key in chain(*OptimizerView(value).keys))
 
 
 class OptimizerParameter(NamedTuple):

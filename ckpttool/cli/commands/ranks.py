@@ -91,7 +91,6 @@ def merge(
 
 def _merged(checkpoint: Checkpoint, target: Target, *, dtype: str | None) -> Change:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
-    from ...checkpoint.dotted_names import contents
     from ...checkpoint.flat_optimizers import is_flat
     from ...tensors.cast import target as dtype_of
     from ...transforms.selection import cast
@@ -104,7 +103,7 @@ def _merged(checkpoint: Checkpoint, target: Target, *, dtype: str | None) -> Cha
             found = f"those of {len(ranks.held)} were found"
             outcome.notes.append(f"no file says how many ranks there were; {found}")
     as_text = target.place.format == "dcp"
-    stays_flat = as_text and any(is_flat(value) for _, value in checkpoint.named(contents))
+    stays_flat = as_text and any(is_flat(value) for _, value in checkpoint.optimizers())
     if target.place.holds_all and not stays_flat:  # torchtitan loads no other form
         checkpoint = _with_names(checkpoint, outcome, shlex.quote(target.place.path), as_text=as_text)
     if dtype:

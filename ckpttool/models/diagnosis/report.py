@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.optimizer_view import is_optimizer
+from ...checkpoint.optimizer_view import is_nested_optimizer
 from ...checkpoint.special_tensors import UNINITIALISED
 from ...checkpoint.state import State
 from ...errors import CkptToolError, NothingToDo, Refused
@@ -182,7 +182,7 @@ class TreatmentReport:
             return  # their order or their shapes are unknown: of a reference, or outside of the model's state
         parameters = {name: places[name].shape or () for name in names}
         for value in walk(self.case.checkpoint.tree):
-            if is_optimizer(value):
+            if is_nested_optimizer(value):  # torch loads a flat one by names
                 check = mismatched_order(after.state.tensors, value, parameters)
                 if not check.fits:
                     self._add_order(_described(check), parameters)

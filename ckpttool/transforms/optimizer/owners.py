@@ -8,6 +8,7 @@ parameters of a part of it by their names in the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -84,8 +85,11 @@ class Owners:
 
     @cached_property
     def _all(self) -> list[State]:
-        found = (_state_at(self.checkpoint, path) for path in self.checkpoint.states())
-        return [state for state in found if state is not None]
+        found: list[State] = []
+        for path in self.checkpoint.states():
+            with suppress(NoState, Refused):  # of names that are ambiguous
+                found.append(self.checkpoint.state_at(path))
+        return found
 
     @cached_property
     def _rest(self) -> list[State]:
@@ -197,14 +201,6 @@ def _listed(optimizer: dict[Any, Any]) -> list[OptimizerParameter]:
         return [*chain(*OptimizerView(optimizer).parameters())]
     except BadOptimizer:
         return []
-
-
-def _state_at(checkpoint: Checkpoint, path: Path) -> State | None:
-    """Return a state; None where its names are ambiguous."""
-    try:
-        return checkpoint.state_at(path)
-    except (NoState, Refused):
-        return None
 
 
 def _complement(state: State) -> State | None:

@@ -44,10 +44,9 @@ class ParameterSource:
 
     def named(self, groups: OptimizerGroups, *, needed: bool) -> tuple[OptimizerGroups, bool]:
         """Return the parameters with their names, and whether an order was assumed to find them."""
-        if all(kept.name is not None for group in groups for kept in group):
+        if is_named := all(kept.name is not None for group in groups for kept in group):
             self._check([kept for group in groups for kept in group])
-            return groups, False
-        if not needed:
+        if is_named or not needed:
             return groups, False
         shapes = [[kept.shape for kept in group] for group in groups]
         ways, ordered = self._by_shapes(shapes), False

@@ -29,8 +29,6 @@ class Misfit:
 class OrderCheck:
     """Whether an optimizer's state fits a model's parameters when torch loads it by index."""
 
-    kept: int = 0  # parameters of the optimizer
-    parameters: int = 0  # of the model
     # The first few of each kind: momentum of another shape; names in another order, or unknown to the model;
     # no names, and momentum that fits the order of the file's own state, which is not the model's.
     shapes: tuple[Misfit, ...] = ()
@@ -51,7 +49,7 @@ def mismatched_order(
     try:
         groups = OptimizerView(optimizer).parameters()
     except BadOptimizer as fault:
-        return OrderCheck(parameters=len(parameters), problem=str(fault))
+        return OrderCheck(problem=str(fault))
     count, live = sum(map(len, groups)), list(parameters)
     # Scripts make several groups (weight decay or none) by one rule, going through the model's parameters in
     # their order; so the order is compared inside each group.
@@ -60,12 +58,12 @@ def mismatched_order(
         return _compared(groups, named, parameters)
     if len(groups) != 1 or count != len(live):
         counts = f"{count} parameters in {len(groups)} groups, without names; the model has {len(live)}"
-        return OrderCheck(count, len(live), problem=counts)
+        return OrderCheck(problem=counts)
     check = _compared(groups, [live], parameters)
     theirs = [name for name in without_prefix(state, parameters) if name in parameters]
     if check.shapes or len(theirs) != len(live) or not _all_fit(groups[0], theirs, parameters):
         return check
-    return OrderCheck(count, len(live), order=tuple(_different(theirs, live, 0)[:FEW]))
+    return OrderCheck(order=tuple(_different(theirs, live, 0)[:FEW]))
 
 
 def _compared(groups: OptimizerGroups, named: list[list[str]], parameters: Shapes) -> OrderCheck:
@@ -83,7 +81,7 @@ def _compared(groups: OptimizerGroups, named: list[list[str]], parameters: Shape
             if name in place and kept.shape not in (None, shape := tuple(parameters[name])):
                 shapes.append(Misfit(position, name, str(list(kept.shape or ())), str(list(shape))))
         first += len(group)
-    return OrderCheck(first, len(place), tuple(shapes[:FEW]), tuple(names[:FEW]))
+    return OrderCheck(tuple(shapes[:FEW]), tuple(names[:FEW]))
 
 
 def _different(theirs: Sequence[str], live: Sequence[str], first: int) -> list[Misfit]:
