@@ -232,8 +232,8 @@ class _Comparing:
                         self.text_keys[side].append(name)
                 in_x, in_y = both_by_name(_without(x, apart[0]), _without(y, apart[1]), self.bare)
                 begin = f"{name}." if name else ""
-                self.only[0] += [begin + key for key in in_x if key not in in_y]
-                self.only[1] += [begin + key for key in in_y if key not in in_x]
+                self.only[0].extend(begin + key for key in in_x if key not in in_y)
+                self.only[1].extend(begin + key for key in in_y if key not in in_x)
                 below = [(begin + key, one, other) for key, one, other in keys_apart(x, y)]
                 below += [(begin + key, one, in_y[key]) for key, one in in_x.items() if key in in_y]
                 left -= sum(len(path) for path, _, _ in below)
