@@ -230,25 +230,16 @@ class _Comparing:
                 for side, both in enumerate(((x, y), (y, x))):
                     if numbers_as_text(*both):
                         self.text_keys[side].append(name)
-                pair = both_by_name(_without(x, apart[0]), _without(y, apart[1]), self.bare)
+                in_x, in_y = both_by_name(_without(x, apart[0]), _without(y, apart[1]), self.bare)
                 begin = f"{name}." if name else ""
+                self.only[0].extend(begin + key for key in in_x if key not in in_y)
+                self.only[1].extend(begin + key for key in in_y if key not in in_x)
                 below = [(begin + key, one, other) for key, one, other in keys_apart(x, y)]
-                below += self._below(begin, *pair)
+                below += [(begin + key, one, in_y[key]) for key, one in in_x.items() if key in in_y]
                 left -= sum(len(path) for path, _, _ in below)
                 if left < 0:
                     raise Unsupported(self.a.path, "its dotted names need too much memory")
                 stack.extend(reversed(below))
-
-    def _below(
-        self, path: str, mine: dict[str, object], theirs: dict[str, object]
-    ) -> Iterator[tuple[str, object, object]]:
-        """Yield the names that both containers have; record those that only one has."""
-        for name, value in mine.items():
-            if name in theirs:
-                yield path + name, value, theirs[name]
-            else:
-                self.only[0].append(path + name)
-        self.only[1].extend(path + name for name in theirs if name not in mine)
 
     def likes(self, name: str, a: SpecialTensor, b: SpecialTensor) -> None:
         """Compare two tensors that are not plain ones, by what they are and part by part."""

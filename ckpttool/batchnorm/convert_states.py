@@ -174,7 +174,13 @@ def convert(
     wanted = {**known, **given} if to == "sync" else alone
     if as_text is None:
         as_text = checkpoint.format.startswith("safetensors") and not checkpoint.full
-    report = _report(target, layers, [*given, *known], known, wanted)
+    report = BatchNormReport(
+        tuple(dict.fromkeys((*layers, *given, *known))),
+        tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in target.container),
+        tuple(path for path in layers if _is_old(target, path)),
+        {path: kind for path, kind in wanted.items() if known.get(path) != kind},
+        {path: kind for path, kind in known.items() if path not in wanted},
+    )
     if not report.changes:
         raise _fits_both(checkpoint, to)
     entries = _versions(target, report, {} if as_text else wanted)
@@ -182,19 +188,6 @@ def convert(
         target, lambda value: _converted(target, report, entries) if value is target.container else value
     )
     return replace(new, metadata=with_kinds(checkpoint.metadata, wanted if as_text else {})), report
-
-
-def _report(
-    state: State, layers: list[str], named: list[str], known: Mapping[str, str], wanted: Mapping[str, str]
-) -> BatchNormReport:
-    """Plan the conversion of a state that records the `known` kinds and should record the `wanted` ones."""
-    return BatchNormReport(
-        tuple(dict.fromkeys((*layers, *named))),
-        tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in state.container),
-        tuple(path for path in layers if _is_old(state, path)),
-        {path: kind for path, kind in wanted.items() if known.get(path) != kind},
-        {path: kind for path, kind in known.items() if path not in wanted},
-    )
 
 
 def _is_old(state: State, layer: str) -> bool:

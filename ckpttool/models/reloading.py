@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
 from ..contract import noted
@@ -133,7 +132,14 @@ def reload(
     with opened(file) as checkpoint:
         named = with_names(checkpoint, state, parameters_of(model))
         source, where = (named.checkpoint, "") if named else (checkpoint, state)
-        case, result = _fitted(source, where, Blueprint.of(model), allow_missing, allow_unexpected)
+        found, blueprint, patterns = source.state(where), Blueprint.of(model), tuple(allow_missing)
+        require_plain(source.path, found.likes, "can't be loaded into a model")
+        _require_matches(patterns, "model", blueprint.places)
+        prefix, case = as_reloaded(source, found, blueprint)
+        case, ignored = _without_ignored(case, tuple(allow_unexpected))
+        case, kept = _without_kept(case, patterns)
+        loaded = *case.state.tensors, *case.state.others
+        covered = _coverage(blueprint, {*loaded})
         values = _values(checkpoint.path, case.state)
         if case.fit.distance and not accepts(model, case.state):
             diagnosis = None if named else doctor(checkpoint, model, state=state, spec=spec)
@@ -148,31 +154,12 @@ def reload(
         if apart := tied_apart(case):
             what, _, hint = apart.partition(": ")
             raise Mismatch(f"{checkpoint.path}: {what}", hint=hint)
-        values.update((name, value) for name, value in model.state_dict().items() if name in result.kept)
+        values.update((name, value) for name, value in model.state_dict().items() if name in kept)
         _load(model, values, checkpoint.path, assign=assign)
     on_meta = tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
-    result = replace(result, without_values=on_meta)
-    return replace(result, state=str(state)) if named else result
-
-
-def _fitted(
-    checkpoint: Checkpoint,
-    where: str | None,
-    blueprint: Blueprint,
-    keep: Iterable[str],
-    ignore: Iterable[str],
-) -> tuple[Case, Reloaded]:
-    """Return what is to be loaded into which part of a model, and the result if it can be."""
-    source, patterns = checkpoint.state(where), tuple(keep)
-    require_plain(checkpoint.path, source.likes, "can't be loaded into a model")
-    _require_matches(patterns, "model", blueprint.places)
-    prefix, case = as_reloaded(checkpoint, source, blueprint)
-    case, ignored = _without_ignored(case, tuple(ignore))
-    case, kept = _without_kept(case, patterns)
-    loaded = *case.state.tensors, *case.state.others
-    covered = _coverage(blueprint, {*loaded})
-    result = Reloaded(checkpoint.path, checkpoint.format, source.where, prefix, loaded)
-    return case, replace(result, kept=kept, ignored=ignored, added=case.fit.added, covered=covered)
+    where_from = str(state) if named else found.where
+    result = Reloaded(source.path, source.format, where_from, prefix, loaded, kept=kept, ignored=ignored)
+    return replace(result, added=case.fit.added, without_values=on_meta, covered=covered)
 
 
 def parameters_of(model: torch.nn.Module) -> Parameters:

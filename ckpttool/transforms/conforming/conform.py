@@ -11,7 +11,6 @@ from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.optimizer_view import is_optimizer
-from ...checkpoint.state import State
 from ...checkpoint.states import COUNTER
 from ...errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ...formats.reading import File
@@ -120,28 +119,14 @@ def conform(
         if check_values or like_state is not None:
             what = "a model in the place of a reference has no values, nor several states"
             raise UsageFault(what, hint="a checkpoint of it has: name that")
-        return _conformed(checkpoint, target, mine, like, {}, state, False, pad_vocab, optimizers)
-    # Not closed here: buffers of the output may lie in it, and its last tensor closes it.
-    reference = like if isinstance(like, Checkpoint) else open_checkpoint(like)
-    other = reference.state(like_state)
-    theirs = places_of(reference.path, other)
-    tensors = other.tensors
-    return _conformed(checkpoint, target, mine, theirs, tensors, state, check_values, pad_vocab, optimizers)
-
-
-def _conformed(
-    checkpoint: Checkpoint,
-    target: State,
-    mine: Places,
-    theirs: Places,
-    reference: Mapping[str, TensorRef],
-    state: str | None,
-    check_values: bool,
-    pad_vocab: bool,
-    optimizers: bool,
-) -> tuple[Checkpoint, Conformed]:
+        all_theirs, reference = like, dict[str, TensorRef]()
+    else:
+        # Not closed here: buffers of the output may lie in it, and its last tensor closes it.
+        opened = like if isinstance(like, Checkpoint) else open_checkpoint(like)
+        other = opened.state(like_state)
+        all_theirs, reference = places_of(opened.path, other), other.tensors
     path, values = checkpoint.path, reference if check_values else {}
-    theirs = {name: place for name, place in theirs.items() if place.shape is not None}
+    theirs = {name: place for name, place in all_theirs.items() if place.shape is not None}
     found = _matched(path, mine, theirs, target.tensors, values, pad_vocab)
     table = rows(found, mine)
     rules = as_rules(found, table)
@@ -165,20 +150,20 @@ def _conformed(
         hint = "--check-values is for a reference that holds the same model"
         raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=hint)
     return changed, Conformed(
-        tuple(table),
-        rules,
-        mapped.renaming,
-        found.dropped,
-        tuple(name for name, _ in found.untied),
-        tuple(name for name, _ in found.ties),
-        tuple(counters),
-        tuple(taken),
-        tuple(name for name in found.lacking if name not in more),
-        tuple(padded),
-        found.unshown,
-        _other_types({name: tensor.dtype.name for name, tensor in made.items()}, theirs),
-        len(compared),
-        mapped.also,
+        table=tuple(table),
+        rules=rules,
+        renamed=mapped.renaming,
+        dropped=found.dropped,
+        untied=tuple(name for name, _ in found.untied),
+        tied=tuple(name for name, _ in found.ties),
+        counted=tuple(counters),
+        taken=tuple(taken),
+        lacking=tuple(name for name in found.lacking if name not in more),
+        padded=tuple(padded),
+        unshown=found.unshown,
+        types=_other_types({name: tensor.dtype.name for name, tensor in made.items()}, theirs),
+        proven=len(compared),
+        also=mapped.also,
     )
 
 
