@@ -1,4 +1,4 @@
-"""Checkpoints of `--shard`: the file is that of DDP, and goes on with other ranks and meshes, or without."""
+"""Checkpoints of `--shard`: the file is that of DDP, or parts of the ranks; others go on with either."""
 
 from __future__ import annotations
 
