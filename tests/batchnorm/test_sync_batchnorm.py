@@ -1,4 +1,4 @@
-"""SyncBatchNorm on the CPU: ranks with a divided batch equal plain BatchNorm in one process."""
+"""BatchNorm over ranks, synchronised or pooled, equals plain BatchNorm in one process; layers converted."""
 
 from __future__ import annotations
 

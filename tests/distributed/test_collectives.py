@@ -1,4 +1,4 @@
-"""Collectives on real process groups of two and four ranks, and without one."""
+"""Collectives, and rows joined by sample, on process groups of two to four ranks, and without one."""
 
 from __future__ import annotations
 

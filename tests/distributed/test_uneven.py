@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches of different sizes train as one process does."""
+"""Loops of one's own train as one process does, with uneven batches too; and the parts that they use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact metrics: equal to scikit-learn's, and the same bits for any division of the samples."""
+"""Exact metrics equal scikit-learn's, with the same bits for any division of the samples, in any loop."""
 
 from __future__ import annotations
 

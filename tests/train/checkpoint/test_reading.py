@@ -1,4 +1,4 @@
-"""Reading a last.pt: foreign files and any field that is missing, empty or of another type are one line."""
+"""What a run reads: a last.pt, where any changed field is one line; and any file's weights for `--init`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the same bytes as a save that is waited for, and what a disk refuses."""
+"""Saving: what a checkpoint holds, which files are kept, saves beside the training, a disk that refuses."""
 
 from __future__ import annotations
 

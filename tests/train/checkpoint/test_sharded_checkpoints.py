@@ -1,4 +1,4 @@
-"""Checkpoints of `--shard`: the file is that of DDP, and goes on with other ranks and meshes, or without."""
+"""Checkpoints of `--shard`: the file is that of DDP, or parts of the ranks; others go on with either."""
 
 from __future__ import annotations
 
@@ -37,12 +37,20 @@ def whole(run_ranks, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.long
-def test_a_run_without_clipping_writes_the_files_that_ddp_writes_on_two_ranks(run_ranks, tmp_path):
+@pytest.fixture(scope="module")
+def both(run_ranks, tmp_path_factory) -> tuple[Path, Path]:
+    """The same run with `--shard` and under DDP, on two ranks."""
+    folder = tmp_path_factory.mktemp("both")
     for name, settings in {"ours": SHARD, "ddp": {}}.items():
-        run_ranks(2, runs.run, runs.restless, str(tmp_path / name), {**settings, "ema": 0.7, **runs.OFTEN})
+        settings = {**settings, "ema": 0.7, "prove_every": 2, **runs.OFTEN}
+        run_ranks(2, runs.run, runs.restless, str(folder / name), settings)
+    return folder / "ours", folder / "ddp"
+
+
+@pytest.mark.long
+def test_a_run_without_clipping_writes_the_files_that_ddp_writes_on_two_ranks(both):
     for name in ("last.pt", "best.pt", "step-000002.pt"):
-        ours, theirs = (runs.read(tmp_path / folder / name) for folder in ("ours", "ddp"))
+        ours, theirs = (runs.read(folder / name) for folder in both)
         assert not runs.different(ours, theirs)
         assert ours["digests"] == {**theirs["digests"], "run": ours["digests"]["run"]}
         assert list(ours["model"]) == list(theirs["model"])
@@ -50,22 +58,16 @@ def test_a_run_without_clipping_writes_the_files_that_ddp_writes_on_two_ranks(ru
 
 
 @pytest.mark.long
-def test_the_log_is_that_of_ddp_too(run_ranks, tmp_path):
-    for name, settings in {"ours": SHARD, "ddp": {}}.items():
-        run_ranks(2, runs.run, runs.steady, str(tmp_path / name), settings)
-    ours, theirs = (timeless(entries_of(tmp_path / name)) for name in ("ours", "ddp"))
+def test_the_log_is_that_of_ddp_too(both):
+    ours, theirs = (timeless(entries_of(folder)) for folder in both)
     norms = [[entry.pop("grad_norm", 0.0) for entry in entries] for entries in (ours, theirs)]
     assert any(norms[0]) and norms[0] == pytest.approx(norms[1], rel=1e-6)  # summed over the ranks' parts
     assert ours == theirs
 
 
 @pytest.mark.long
-def test_a_record_of_the_run_has_the_digests_that_ddp_gives_on_two_ranks(run_ranks, tmp_path):
-    for name, settings in {"ours": SHARD, "ddp": {}}.items():
-        run_ranks(2, runs.run, runs.steady, str(tmp_path / name), {**settings, "prove_every": 2})
-    ours, theirs = (
-        [link.entry for link in chain.read(str(tmp_path / name / chain.NAME))[0]] for name in ("ours", "ddp")
-    )
+def test_a_record_of_the_run_has_the_digests_that_ddp_gives_on_two_ranks(both):
+    ours, theirs = ([link.entry for link in chain.read(str(folder / chain.NAME))[0]] for folder in both)
     told = [
         [(entry["kind"], entry["step"], entry.get("weights"), entry.get("score")) for entry in record[1:]]
         for record in (ours, theirs)

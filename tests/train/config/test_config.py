@@ -1,4 +1,4 @@
-"""The trainer's flags: how they are parsed, and what is refused before anything starts."""
+"""The trainer's flags and files of settings: how they are read, and what is refused before a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets by name, and the errors when they are missing or malformed."""
+"""Data sets by name, the errors when they are missing or malformed, and processes that load them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to start a run, in processes of their own; and whose modules they find."""
+"""The ways to start a run, in processes of their own; whose modules they find; their threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Ranks that were started with different flags, code or versions of torch do not train together."""
+"""Ranks on several machines: other flags or code are refused, a machine is lost, the link between two is cut.
+
+Network namespaces stand in for the machines. Only the first one has the run's folder. The manifests of
+docs/several-machines.md have no field that the operators' own models of their API lack:
+pip install kubeflow-training kubeflow-trainer-api
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that `--model` knows by name."""
+"""The models that `--model` knows by name, gradient checkpoints, and compilation."""
 
 from __future__ import annotations
 

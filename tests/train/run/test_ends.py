@@ -1,4 +1,4 @@
-"""The ways in which a run ends: success, refusal, failure on one rank, interruption; in real processes."""
+"""The ways in which a run ends: success, refusal, failure, interruption; and its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that hang, stop or die: who is named, when the run ends, and how it goes on when started again."""
+"""Ranks that hang, stop, die or are told to end: who is named, when the run ends, and how it goes on."""
 
 from __future__ import annotations
 

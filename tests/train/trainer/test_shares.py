@@ -1,4 +1,4 @@
-"""Unequal ranks: the training is that of one process, whatever each rank's share; and shares by speed."""
+"""Unequal ranks and several passes: the training is that of one process, or it is said why it is not."""
 
 from __future__ import annotations
 
