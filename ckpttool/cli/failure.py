@@ -9,7 +9,6 @@ import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import TYPE_CHECKING
 
 import click
 
@@ -18,9 +17,6 @@ from ..contract import versioned
 from ..errors import CkptToolError, FileError, Mismatch, NothingToDo, RanksDiffer, UsageFault, install
 from ..files.failures import reason
 from .console import printable, say, to_json
-
-if TYPE_CHECKING:
-    from ..models.diagnosis.fit import Fit
 
 # The next thing to do after an error of the operating system, by its number
 HINTS = {
@@ -93,7 +89,7 @@ def error_fields(error: BaseException, call: Call) -> dict[str, object]:
     return {"error": body}
 
 
-def mismatch_fields(error: Mismatch | Fit) -> dict[str, object]:
+def mismatch_fields(error: Mismatch) -> dict[str, object]:
     """Return the JSON fields that name the keys in which a state and a model differ."""
     return {
         "missing": error.missing,

@@ -59,12 +59,10 @@ def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
 
 def note_keys(console: Console, files: Sequence[Checkpoint], text_keys: Sequence[Sequence[str]]) -> None:
     """Note which dicts of two files are keyed by text in the one and by numbers in the other."""
-    from ..formats.dcp.reading import NAME  # a format that holds no numbers as keys
-
     for this, other, names in zip(files, reversed(files), text_keys, strict=True):
         if names:
             where = f"keyed by text in {printable(this.path)} and by numbers in {printable(other.path)}"
-            lost = "" if this.format == NAME else " (an optimizer's load_state_dict finds nothing there)"
+            lost = "" if this.format == "dcp" else " (an optimizer's load_state_dict finds nothing there)"
             console.note_names(where + lost, names)
 
 

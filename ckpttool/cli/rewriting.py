@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..formats import Saved
     from ..formats.saving.destination import Destination
     from ..tensors.losses import CastReport
-    from ..transforms.renaming import Renaming
 
 
 # What a report of casting counts, in words
@@ -164,15 +163,6 @@ def rewritten(*more: type | Fields) -> Fields:
         own = each if isinstance(each, dict) else fields_like(each)
         printed |= {name: said for name, said in own.items() if name not in printed}
     return {**printed, **WRITTEN}
-
-
-def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
-    """Return the outcome of a renaming; `done` stands before "3 of 4 keys"."""
-    renamed = {old: new for old, new in renaming.names.items() if old != new}
-    kept = tuple(old for old in renaming.names if old not in renamed)
-    also = {where: theirs.renamed for where, theirs in renaming.also.items()}
-    done = f"{done} {len(renamed)} of {len(renaming.names)} keys"
-    return Outcome(done, renamed, kept=kept, also_renamed=also)
 
 
 def rewrite(

@@ -11,10 +11,11 @@ import click
 
 from .. import options
 from ..console import show_names
-from ..rewriting import Change, Target, renaming_outcome, rewrite, rewritten
+from ..rewriting import Change, Outcome, Target, rewrite, rewritten
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
+    from ...transforms.renaming import Renaming
 
 
 @options.command("Rename", "Take a wrapper's prefix off the keys", rewritten)
@@ -55,7 +56,7 @@ def strip_prefix(
         new, renaming = keys.strip_prefix(
             checkpoint, prefix, repeat=repeat, anywhere=anywhere, drop=drop, state=target.state
         )
-        outcome = renaming_outcome(f"stripped '{prefix}' from", renaming)
+        outcome = _outcome(f"stripped '{prefix}' from", renaming)
         outcome.left_out = left_out
         outcome.notes.extend(_what_is_left(list(renaming.names.values()), prefix))
         return new, outcome
@@ -123,7 +124,7 @@ def add_prefix(job: options.WriteJob, prefix: str) -> None:
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, renaming = keys.add_prefix(checkpoint, prefix, state=target.state)
-        outcome = renaming_outcome(f"added '{prefix}' to", renaming)
+        outcome = _outcome(f"added '{prefix}' to", renaming)
         if not prefix.endswith("."):
             first = next(iter(renaming.names.values()), prefix)
             with_dot = f"with a dot: --prefix {shlex.quote(f'{prefix}.')}"
@@ -161,7 +162,7 @@ def rename_keys(job: options.WriteJob, rules: tuple[str, ...]) -> None:
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, renaming = keys.rename_keys(checkpoint, pairs, state=target.state)
-        return new, renaming_outcome("renamed", renaming)
+        return new, _outcome("renamed", renaming)
 
     rewrite(job, transform)
 
@@ -185,3 +186,12 @@ def _fault(expression: str) -> str | None:
     except (re.error, OverflowError, RecursionError) as error:
         return str(error)
     return None
+
+
+def _outcome(done: str, renaming: Renaming) -> Outcome:
+    """Return the outcome of a renaming; `done` stands before "3 of 4 keys"."""
+    renamed = {old: new for old, new in renaming.names.items() if old != new}
+    kept = tuple(old for old in renaming.names if old not in renamed)
+    also = {where: theirs.renamed for where, theirs in renaming.also.items()}
+    done = f"{done} {len(renamed)} of {len(renaming.names)} keys"
+    return Outcome(done, renamed, kept=kept, also_renamed=also)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...errors import Mismatch
 from .. import options
 from ..console import Console, printable, show_bytes, stdout_kept_for_results
 from ..failure import mismatch_fields
@@ -79,7 +80,9 @@ def _fields(diagnosis: Diagnosis) -> dict[str, object]:
         | ({"command": problem.command} if problem.command else {})
         for problem in diagnosis.problems
     ]
-    return {**fields_of(diagnosis), "problems": problems, **mismatch_fields(diagnosis.fit)}
+    fit = diagnosis.fit
+    differ = Mismatch("", missing=fit.missing, unexpected=fit.unexpected, mismatched=fit.mismatched)
+    return {**fields_of(diagnosis), "problems": problems, **mismatch_fields(differ)}
 
 
 def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
