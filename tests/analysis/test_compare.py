@@ -16,8 +16,7 @@ from ckpttool.analysis.compare import diff
 from ckpttool.analysis.comparison import Change
 from ckpttool.analysis.verify import verify
 from tests.support import every_format as table
-from tests.support.comparing import compared
-from tests.support.saved import saved
+from tests.support.comparing import compared, saved
 
 
 @pytest.fixture(scope="module")

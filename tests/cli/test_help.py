@@ -27,8 +27,8 @@ from ckpttool.formats.saving import destination
 from ckpttool.tensors import cast
 from tests.ranks import shardings
 from tests.support import report_files
-from tests.support.adapters import pair, save_adapter
-from tests.support.saved import prefixed, saved_predictions
+from tests.support.comparing import prefixed, saved_predictions
+from tests.support.quantised import pair, save_adapter
 from train import main
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ckpttool.transforms.wrappers import WRAPPERS
-from tests.support.dialects import GPT
-from tests.support.mapped import random_state
+from tests.support.comparing import prefixed
+from tests.support.dialects import GPT, random_state
 from tests.support.running import ROOT, Cli
-from tests.support.saved import prefixed
 
 TASKS = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 MAPS = (ROOT / "docs" / "maps.md").read_text(encoding="utf-8")

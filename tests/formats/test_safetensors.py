@@ -23,9 +23,8 @@ from ckpttool.errors import Damaged, Refused, Unsupported
 from ckpttool.formats import safetensors
 from ckpttool.tensors import values as tensor_values
 from ckpttool.tensors.dtypes import DTYPES
-from tests.support.comparing import values
+from tests.support.comparing import convert, opened, refused, values
 from tests.support.crafting import safetensors_file
-from tests.support.saved import convert, opened, refused
 
 F = torch.float32
 

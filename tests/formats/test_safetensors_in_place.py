@@ -28,10 +28,9 @@ from ckpttool.errors import Damaged
 from ckpttool.files import copying
 from ckpttool.files.copying import Output
 from ckpttool.formats import Saved, safetensors
-from tests.support.comparing import values
+from tests.support.comparing import opened, values
 from tests.support.extents import clone_range
 from tests.support.running import Cli
-from tests.support.saved import opened
 
 STATE = {f"module.layer{i}.weight": torch.full((5, 3), float(i)) for i in range(4)}
 PLAIN = {name.removeprefix("module."): tensor for name, tensor in STATE.items()}

@@ -19,8 +19,8 @@ import ckpttool
 from ckpttool.reporting.contents import front_coded
 from ckpttool.reporting.training import MAX_POINTS, _points
 from tests.support import report_files
+from tests.support.comparing import saved
 from tests.support.running import Ran
-from tests.support.saved import saved
 
 Cli = Callable[..., Ran]
 BLOCKS = re.compile(r"<(script|style)( [^>]*)?>(.*?)</\1>", re.DOTALL)

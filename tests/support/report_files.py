@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ckpttool
-from tests.support.saved import prefixed, saved, saved_predictions
+from tests.support.comparing import prefixed, saved, saved_predictions
 
 LAYERS = 6
 HOSTILE = [

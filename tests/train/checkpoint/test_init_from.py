@@ -15,8 +15,7 @@ from torch import nn
 
 from ckpttool import cli as command_line
 from ckpttool.errors import CkptToolError, Damaged, NoState, Unreadable, UsageFault
-from tests.support.comparing import values
-from tests.support.saved import prefixed, saved
+from tests.support.comparing import prefixed, saved, values
 from tests.support.small_net import SmallNet, used
 from train.checkpoint import init_from
 

@@ -17,9 +17,8 @@ from ckpttool.errors import Damaged, Unreadable, UsageFault
 from ckpttool.formats.delta import compression
 from tests.ranks import runs, trainings
 from tests.ranks.programs import start
-from tests.support.kept_steps import EVERY, SETTINGS, delta, same, state_of, steps_in, whole
-from tests.support.odd_state import odd_state
-from tests.support.run_log import entries_of
+from tests.support.run_log import EVERY, SETTINGS, delta, entries_of, same, state_of, steps_in, whole
+from tests.support.trees import odd_state
 from train.checkpoint import deltas, parts
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import saver as saving

@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import runs
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
-from tests.support.kept_steps import EVERY, SETTINGS, delta, same, state_of, steps_in
+from tests.support.run_log import EVERY, SETTINGS, delta, same, state_of, steps_in
 from train.checkpoint import deltas
 from train.checkpoint.files import numbered
 

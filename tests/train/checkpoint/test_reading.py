@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, Damaged, Refused
-from tests.support.saved import saved
+from tests.support.comparing import saved
 from train import main
 from train.checkpoint import format as checkpoints
 from train.checkpoint import resume as resuming

@@ -20,8 +20,8 @@ from ckpttool.errors import CheckFailed, CkptToolError
 from ckpttool.files import chain
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
-from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of, epochs_of
+from tests.support.trees import odd_state
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
 from train.checkpoint.files import numbered

@@ -18,8 +18,8 @@ from ckpttool.errors import Refused, UsageFault
 from ckpttool.transforms.average import Averaged, average
 from ckpttool.transforms.merging.aligned import BLOCK
 from ckpttool.transforms.merging.methods import Kept
-from tests.support.layouts import big_endian
-from tests.support.memory import MOST, peak
+from tests.support.running import MOST, peak
+from tests.support.trees import big_endian
 
 nan, inf = float("nan"), float("inf")
 Tensors = dict[str, torch.Tensor]
