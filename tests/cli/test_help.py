@@ -1,4 +1,4 @@
-"""Every command says how it is used, by an example that works when pasted; so do the rows of docs/tasks.md."""
+"""Every command says how it is used, by examples that work when pasted; the rows of docs/tasks.md do too."""
 
 from __future__ import annotations
 

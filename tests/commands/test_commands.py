@@ -1,4 +1,4 @@
-"""Commands one after another at random, and at the same time in one folder: each output is whole and right."""
+"""Commands one after another at random, and at the same time in one folder: outputs are whole and right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints made one: the exact mean, rounded once; SLERP, task arithmetic, TIES and DARE by their formulas."""
+"""The exact mean of checkpoints, rounded once; SLERP, task arithmetic, TIES and DARE by their formulas."""
 
 from __future__ import annotations
 
