@@ -108,7 +108,7 @@ def test_every_record_is_checked_even_if_no_tensor_uses_it(tmp_path: Path) -> No
         found = verify(ckpttool.open(with_a_flipped_bit(path, position, 3)))
         # A changed version is also one that torch does not write.
         wrong = [name for kind, name in problems(found) if kind == "checksum"]
-        assert wrong == [f"stored {stored}"]
+        assert wrong == [f"record {stored}"]
 
 
 @pytest.mark.parametrize("record", ["archive/data.pkl", "archive/byteorder"])

@@ -182,6 +182,7 @@ class Commands(RuleBasedStateMachine):
         self.momentum = self.epoch = None  # type: ignore[assignment]
         self.do("slim")
 
+    @precondition(lambda self: any(map(torch.is_floating_point, self.state.values())))
     @rule()
     def average(self) -> None:
         """The mean of a file and itself is the file's state."""
