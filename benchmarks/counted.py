@@ -1,8 +1,8 @@
 """python -m benchmarks.counted: work of some commands that is counted, not timed, beside what it was before.
 
-It takes seconds and needs no quiet machine, so CI runs it (tests/benchmarks/test_counted.py). A count that is
-larger than the recorded one by more than its slack is a step back: exit code 1. `--record` records the counts
-of now, for steps forward, or for those back that are worth it.
+It takes seconds and needs no quiet machine, so CI runs it (tests/benchmarks/test_benchmarks.py). A count that
+is larger than the recorded one by more than its slack is a step back: exit code 1. `--record` records the
+counts of now, for steps forward, or for those back that are worth it.
 """
 
 from __future__ import annotations

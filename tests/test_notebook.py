@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 import ckpttool
 from tests.support import report_files
+from tests.support.comparing import opened, saved
 from tests.support.running import ROOT
-from tests.support.saved import opened, saved
 
 TAGS = {"div", "p", "b", "details", "summary", "table", "tr", "th", "td"}
 

@@ -1,24 +1,38 @@
-"""benchmarks/: it measures the right thing, prints all of it and leaves nothing behind; never how fast."""
+"""benchmarks/: each measures the right thing, prints all of it and names a step back."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from benchmarks.case import Case, Run, Way
+from benchmarks import counted, delta_tools, history, turns
+from benchmarks.case import Benchmark, Case, Need, Run, Way
+from benchmarks.counted import COMMANDS, RECORD, SLACK, steps_back
 from benchmarks.disk_space import choose_folder
+from benchmarks.history import Figure, worse
 from benchmarks.markdown import check_marks, put_between_marks
 from benchmarks.process import CommandFailed, timed
+from benchmarks.program import main
 from benchmarks.report import as_text
 from benchmarks.sizes import parse_size, show_size
-from benchmarks.targets import at_least_times_faster, at_most_times, beyond, ratio
+from benchmarks.targets import at_least_times_faster, at_most_times, beyond, floor, ratio
 from benchmarks.turns import in_turns
 from tests.support.running import ROOT
+
+# ---- benchmarks/: it measures the right thing, prints all of it and leaves nothing behind; never how fast
+
 
 pytestmark = pytest.mark.timeout(300)  # half a minute alone, minutes where others work too
 
@@ -165,3 +179,154 @@ def test_sizes_are_read_as_people_write_them_and_other_text_is_refused():
 
 def test_sizes_are_shown_with_three_digits():
     assert [show_size(size) for size in (2e9, 24_123_000, 999_600, 0)] == ["2 GB", "24.1 MB", "1 MB", "0 kB"]
+
+
+# ---- benchmarks/counted.py: what commands take is counted, and more than was recorded is a step back --
+
+
+BEFORE = {"inspect": {"calls": 100, "bytes": 1_000_000, "memory": 5_000_000}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "is_back"),
+    [
+        ("calls", 115, False),
+        ("calls", 116, True),
+        ("bytes", 1_040_000, False),
+        ("bytes", 1_040_001, True),
+        ("memory", 6_450_000, False),
+        ("memory", 6_450_001, True),
+        ("calls", 1, False),
+    ],
+)
+def test_a_count_beyond_its_slack_is_named(kind, number, is_back):
+    now = {"inspect": {**BEFORE["inspect"], kind: number}}
+    found = list(steps_back(now, BEFORE))
+    assert bool(found) == is_back
+    assert all(text.startswith(f"inspect: {kind} ") for text in found)
+
+
+def test_a_command_that_only_one_of_the_two_counts_is_named():
+    assert list(steps_back({}, BEFORE)) == ["inspect: is not counted any more"]
+    assert list(steps_back(BEFORE, {})) == ["inspect: was not counted before"]
+
+
+def test_every_command_is_recorded():
+    recorded = json.loads(RECORD.read_text())
+    assert recorded.keys() == COMMANDS.keys()
+    assert all(counts.keys() == SLACK.keys() for counts in recorded.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts no calls here")
+def test_the_counts_are_those_of_the_command_and_the_same_each_time(tmp_path):
+    """Of 4 MB that are copied, each byte is read and written once."""
+    torch.save({"model": {"module.w": torch.arange(1_000_000.0)}}, tmp_path / "large.pt")
+    first, second = (counted.count(tmp_path, "strip-prefix large.pt OUT.safetensors") for _ in range(2))
+    assert 8_000_000 < first["bytes"] < 8_200_000
+    assert first["calls"] == second["calls"]
+    assert not list(steps_back({"": first}, {"": second}))
+
+
+# ---- Deltas beside other tools: each makes the file again, and one that is absent is named ------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    base = torch.randn(200_000).bfloat16()
+    for name, tensor in (("base", base), ("new", base + (torch.rand(200_000) < 0.01))):
+        save_file({"w": tensor}, tmp_path / f"{name}.safetensors")
+    return tmp_path / "base.safetensors", tmp_path / "new.safetensors"
+
+
+@pytest.mark.long
+def test_each_tool_that_is_installed_makes_the_newer_file_again(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    tools = [delta_tools.OURS, *delta_tools.others("step")[0]]
+    found = delta_tools.packed(tools, *files, tmp_path)
+    assert [*found] == [each.name for each in tools]
+    assert min(found, key=lambda name: found[name].stat().st_size) == "ckpttool"
+
+
+def test_a_tool_that_makes_another_file_gets_no_row(files: tuple[Path, Path], tmp_path: Path) -> None:
+    wrong = delta_tools.Tool(
+        "cp", lambda base, new, out: ["cp", base, out], lambda base, out, to: ["cp", out, to]
+    )
+    with pytest.raises(CommandFailed, match="cp made another file than it was given"):
+        delta_tools.packed([wrong], *files, tmp_path)
+
+
+def test_a_tool_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_tools.shutil, "which", lambda name: None)
+    monkeypatch.setattr(delta_tools, "find_spec", lambda name: None)
+    names = ["zipnn", "xdelta3 -1", "zstd -3 --patch-from"]
+    assert delta_tools.others("step") == ([], names)
+    assert all(f"{name} is absent" in delta_tools._versions() for name in names)
+
+
+# ---- benchmarks/history.py: a row that became worse by more than its noise is named, beside what it was
+
+
+OLD_ROWS = Figure("cp; x / cp", 1.0, 0.9, 1.1, 1.5, False, "2 cores", "2026-11-01", "abc")
+KEY = (OLD_ROWS.machine, OLD_ROWS.row)
+
+
+@pytest.mark.parametrize(
+    ("at_least", "low", "high", "is_worse"),
+    [
+        (False, 1.13, 1.3, True),
+        (False, 1.11, 1.3, False),  # less than 2 % beyond what it was at its worst
+        (False, 1.05, 9.0, False),
+        (False, 0.1, 0.2, False),
+        (True, 0.5, 0.87, True),
+        (True, 0.5, 0.89, False),
+        (True, 2.0, 3.0, False),
+    ],
+)
+def test_a_figure_is_worse_if_its_best_round_is_worse_than_the_worst_was(at_least, low, high, is_worse):
+    was = replace(OLD_ROWS, at_least=at_least)
+    now = replace(was, value=(low + high) / 2, low=low, high=high)
+    found = worse([now], {KEY: was})
+    assert bool(found) == is_worse
+    assert all(text.startswith("cp; x / cp: 1 (0.9–1.1, 2026-11-01, abc) -> ") for text in found)
+
+
+def test_another_machine_and_a_new_row_are_compared_with_nothing():
+    now = replace(OLD_ROWS, low=9.0, high=9.0)
+    assert worse([replace(now, machine="4 cores"), replace(now, row="other")], {KEY: OLD_ROWS}) == []
+
+
+def benchmark(seconds: Callable[[str], float], monkeypatch: pytest.MonkeyPatch) -> Benchmark:
+    """Return a benchmark of two ways that take as long as is said."""
+
+    def timed(command: list[str]) -> Run:
+        return Run(seconds(command[0]), 0.1, 1_000_000)
+
+    monkeypatch.setattr(turns, "timed", timed)
+    limits = [at_most_times("b", "a", 1.5), at_least_times_faster("b", "a", 0.1), floor("b", "a")]
+    case = Case("work", [Way("a", ["a"]), Way("b", ["b"])], limits)
+    return Benchmark("work", False, lambda size: Need(0, 0), lambda folder, size: case)
+
+
+def test_a_run_prints_what_was_before_names_what_is_worse_and_adds_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(history, "HISTORY", tmp_path / "history.jsonl")
+    words = ["--folder", str(tmp_path), "--rounds", "3", "--record"]
+    for factor in (1.0, 1.01, 2.0):
+        work = benchmark(lambda way, f=factor: 1.0 if way == "a" else f, monkeypatch)  # type: ignore[misc]
+        assert main([work], words) == 0
+    first, second, third = capsys.readouterr().out.split("\nwork ")[1:]
+    assert "before" not in first and "WORSE" not in first + second
+    assert re.search(r"b / a +≤ 1\.50 × +1\.01 × +2\.00 × +MISSED", third)
+    assert third.count("WORSE than before, beyond its noise: work; ") == 2
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [line["value"] for line in lines[::2]] == [1.0, 1.01, 2.0]
+    assert [line["limit"] for line in lines[:2]] == [1.5, 0.1]
+    assert all(line["machine"] and line["date"] for line in lines)
+
+
+def test_without_record_nothing_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "HISTORY", tmp_path / "history.jsonl")
+    assert main([benchmark(lambda way: 1.0, monkeypatch)], ["--folder", str(tmp_path)]) == 0
+    assert not (tmp_path / "history.jsonl").exists()

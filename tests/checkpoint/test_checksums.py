@@ -17,8 +17,8 @@ from ckpttool.checkpoint.checksums import Checksums
 from ckpttool.errors import Damaged
 from ckpttool.tensors.values import stream
 from ckpttool.transforms.keys import strip_prefix
+from tests.support.comparing import saved
 from tests.support.running import Cli
-from tests.support.saved import saved
 
 WEIGHT = torch.arange(90_000.0).reshape(300, 300)
 LONG = -torch.arange(700_000.0)

@@ -18,10 +18,9 @@ from ckpttool.checkpoint.state import State
 from ckpttool.errors import CkptToolError, Damaged, Refused
 from ckpttool.formats.dcp import writing as dcp
 from ckpttool.tensors.to_torch import live_tensors
-from tests.support.comparing import assert_same, values
+from tests.support.comparing import assert_same, opened, saved, values
 from tests.support.crafting import dict_of, name, storage, tensor, torch_zip, tuple_of
 from tests.support.running import Cli
-from tests.support.saved import opened, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 torchvision = pytest.importorskip("torchvision")

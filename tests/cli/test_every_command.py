@@ -19,8 +19,8 @@ from ckpttool import cli as command_line
 from ckpttool.cli import console, group
 from ckpttool.cli.console import MAX_INDENTED, to_json
 from tests.ranks.forked import WarmPython
+from tests.support.comparing import prefixed, saved_predictions
 from tests.support.running import Terminal
-from tests.support.saved import prefixed, saved_predictions
 
 ARGUMENTS = {
     "inspect": "last.pt",

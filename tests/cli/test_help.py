@@ -1,4 +1,4 @@
-"""Every command says how it is used, by an example that works when pasted."""
+"""Every command says how it is used, by examples that work when pasted; the rows of docs/tasks.md do too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import click
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import ckpttool
 from ckpttool import __version__
@@ -25,11 +26,16 @@ from ckpttool.cli.options import FORMATS
 from ckpttool.formats import folders
 from ckpttool.formats.saving import destination
 from ckpttool.tensors import cast
+from ckpttool.transforms.wrappers import WRAPPERS
 from tests.ranks import shardings
 from tests.support import report_files
-from tests.support.adapters import pair, save_adapter
-from tests.support.saved import prefixed, saved_predictions
+from tests.support.comparing import prefixed, saved_predictions
+from tests.support.dialects import GPT, random_state
+from tests.support.quantised import pair, save_adapter
+from tests.support.running import ROOT, Cli
 from train import main
+
+# ---- Every command says how it is used, by an example that works when pasted --------------------------
 
 
 def prepare(folder: Path, example: str) -> None:
@@ -239,3 +245,69 @@ def test_help_keeps_to_the_terminal(name: str, width: int, process: Any) -> None
 
 def test_examples_fit_80_columns() -> None:
     assert [example for example in examples() if len(f"    {example}") > 80] == []
+
+
+# ---- docs/tasks.md and docs/maps.md: commands on names and optimizers do what their row says, as they stand
+
+
+TASKS = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+MAPS = (ROOT / "docs" / "maps.md").read_text(encoding="utf-8")
+
+
+def in_rows(verb: str) -> list[str]:
+    """Return the whole commands of a verb in the tables of the page, in their order."""
+    rows = (line for line in TASKS.splitlines() if line.startswith("|"))
+    return [command for row in rows for command in re.findall(rf"`ckpttool ({verb} [^`]* [^`]*)`", row)]
+
+
+@pytest.fixture
+def files(here: Path) -> None:
+    """Checkpoints of a model whose layers have one shape, with an optimizer that names nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    whole = {"model": prefixed(model.state_dict(), "module."), "optimizer": optimizer.state_dict()}
+    torch.save(whole, here / "last.pt")
+    torch.save(prefixed(model.state_dict(), "_orig_mod.module."), here / "comp.pt")
+    inside = {f"_orig_mod.0._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    torch.save(inside, here / "parts.pt")
+    hyper = {"pytorch-lightning_version": "2", "state_dict": prefixed(model.state_dict(), "model.")}
+    torch.save(hyper | {"hyper_parameters": {"lr": 1.0}}, here / "in.ckpt")
+
+
+@pytest.mark.usefixtures("files")
+def test_the_rows_on_prefixes_leave_none(cli: Cli) -> None:
+    assert len(in_rows("strip-prefix")) == 4
+    for command in in_rows("strip-prefix"):
+        assert cli(f"{command} --force").code == 0, command
+        output = command.split()[2]
+        names = [tensor["name"] for tensor in cli(f"inspect {output} --json").json["tensors"]]
+        assert names and not any(prefix in name for name in names for prefix in WRAPPERS), command
+
+
+@pytest.mark.usefixtures("files")
+def test_the_rows_on_optimizers_work_one_after_the_other(cli: Cli) -> None:
+    assert len(in_rows("optimizer")) == 3
+    for command in in_rows("optimizer"):
+        ran = cli(command)
+        assert ran.code == 0, f"{command}: {ran.err}"
+
+
+def test_the_page_of_maps_takes_nanogpt_s_own_checkpoint(cli: Cli, here: Path) -> None:
+    state = random_state(GPT)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    parameters = [nn.Parameter(value) for name, value in state.items() if name != "lm_head.weight"]
+    groups = [[p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    whole = {"model": prefixed(state, "_orig_mod."), "optimizer": optimizer.state_dict()}
+    torch.save(whole | {"model_args": {"n_layer": 2}}, here / "ckpt.pt")
+    block = MAPS.partition("nanoGPT's own `ckpt.pt`")[2]
+    commands = re.findall(r"^    ckpttool (.*)$", block.partition("\n## ")[0], re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        ran = cli(command)
+        assert ran.code == 0, f"{command}: {ran.err}"
+    assert torch.load("gpt2.pt")["model"]["transformer.h.0.attn.c_attn.weight"].shape == (8, 24)

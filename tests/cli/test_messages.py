@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from ckpttool import errors
 from ckpttool.cli import failure
+from tests.support.comparing import prefixed
 from tests.support.running import Ran
-from tests.support.saved import prefixed
 
 TWO = torch.ones(2)
 STATE = {"w": torch.ones(2), "b": torch.zeros(2)}

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from ckpttool.cli import group
+from tests.support.comparing import saved_predictions
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.every_format import INPUTS
-from tests.support.memory import MOST, peak
-from tests.support.running import ROOT
-from tests.support.saved import saved_predictions
+from tests.support.running import MOST, ROOT, peak
 
 HIDDEN = ("torch", "torchvision", "safetensors", "sklearn")
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool.cli import group
-from tests.support.saved import prefixed, saved_predictions
+from tests.support.comparing import prefixed, saved_predictions
 
 # --shard-size: every command that writes takes it, and the number of shards is printed.
 

@@ -17,8 +17,7 @@ import pytest
 from ckpttool.cli import group
 from tests.fault import inputs
 from tests.fault.holes import HOLES
-from tests.fault.judge import Bench
-from tests.fault.power_cut import FLUSHES, RENAMES, WRITES
+from tests.fault.judge import FLUSHES, RENAMES, WRITES, Bench
 from tests.fault.scenarios import SCENARIOS, Scenario
 from tests.fault.supervised import KILL, SHORT, TERM, Fault, run
 from tests.fault.trials import place_for_runs

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.campaigns import PAGE, options
-from tests.support.generated_page import regenerate
+from tests.support.generated_page import PAGE, options, regenerate
 
 
 @dataclass(slots=True)

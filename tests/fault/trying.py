@@ -16,8 +16,7 @@ from typing import Any
 from tests.fault.holes import HOLES
 from tests.fault.judge import Bench
 from tests.fault.scenarios import SCENARIOS, Scenario
-from tests.fault.supervised import KILL, SHORT, SHORTENED, TERM, Fault, Ran
-from tests.fault.system_calls import CALLS, CHANGE, MOVE
+from tests.fault.supervised import CALLS, CHANGE, KILL, MOVE, SHORT, SHORTENED, TERM, Fault, Ran
 from tests.fault.trials import Tried, place_for_runs
 
 LEAST = 10  # faults of each scenario that are tried however late it is

@@ -23,9 +23,9 @@ from ckpttool.files import pieces, threads
 from ckpttool.files.digest import Pieces, digest, tensor_digests
 from ckpttool.files.threads import NAME
 from ckpttool.tensors import values as tensor_values
+from tests.support.comparing import opened
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.running import ROOT
-from tests.support.saved import opened
 
 module = import_module("ckpttool.files.digest")
 PAGE = (ROOT / "docs" / "digest.md").read_text()

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool import system
+from tests.support.comparing import convert
 from tests.support.running import Cli, Ran, assert_says
-from tests.support.saved import convert
 
 TRAINING = {
     "model": {"module.a": torch.ones(2), "module.b": torch.zeros(3)},

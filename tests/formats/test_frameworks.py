@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.errors import Damaged, UsageFault
 from tests.support import framework_runs
+from tests.support.comparing import convert, refused
 from tests.support.recording import unpack
 from tests.support.running import Cli, assert_says
-from tests.support.saved import convert, refused
 from tests.support.user_classes import NAMES_BY_ENUMS
 
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import CkptToolError, Unsupported, UsageFault
 from ckpttool.formats import gguf_types
-from tests.support.gguf_files import (
+from tests.support.comparing import refused
+from tests.support.other_files import (
     BF16,
     F16,
     F32,
@@ -36,7 +37,6 @@ from tests.support.gguf_files import (
     text,
 )
 from tests.support.running import Cli, assert_says
-from tests.support.saved import refused
 
 RANDOM = np.random.default_rng(0)
 ROWS = RANDOM.normal(size=(3, 64)).astype("<f4")

@@ -22,8 +22,7 @@ import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.errors import CkptToolError
 from tests.support import crafting
-from tests.support.attacks import BYTES, TENSOR, attacks_of
-from tests.support.crafting import call, dict_of, name, number, text, tuple_of
+from tests.support.crafting import BYTES, TENSOR, attacks_of, call, dict_of, name, number, text, tuple_of
 from tests.support.every_format import as_tar
 from tests.support.running import ROOT
 

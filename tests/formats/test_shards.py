@@ -22,9 +22,8 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable, Unsupported, UsageFault
 from ckpttool.formats.saving.destination import parse_size
 from ckpttool.tensors.to_torch import live_tensors
-from tests.support.comparing import assert_same, values
+from tests.support.comparing import assert_same, convert, values
 from tests.support.running import ROOT, Cli, open_files
-from tests.support.saved import convert
 
 State = dict[str, torch.Tensor]
 

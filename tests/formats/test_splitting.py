@@ -24,9 +24,8 @@ from ckpttool.errors import NothingToDo, OutputExists, Refused, UsageFault
 from ckpttool.inert_pickle.values import Record
 from ckpttool.tensors.values import stream
 from tests.ranks import splits
-from tests.support.comparing import assert_same
+from tests.support.comparing import assert_same, saved
 from tests.support.running import ROOT, assert_says
-from tests.support.saved import saved
 
 RunRanks = Callable[..., Any]
 RunOf = Callable[[int], Path]

@@ -17,8 +17,7 @@ import torch
 
 from tests.fuzz.campaign import Tally, fuzz_in_processes, keep
 from tests.fuzz.seeds import SEEDS
-from tests.support.campaigns import PAGE, options
-from tests.support.generated_page import regenerate
+from tests.support.generated_page import PAGE, options, regenerate
 
 BEGIN, END = "<!-- fuzz -->\n", "<!-- /fuzz -->"
 

@@ -19,7 +19,7 @@ from tests.fuzz.judge import Outcome
 from tests.fuzz.mutations import change_one
 from tests.fuzz.seeds import Files, Odd, put, seeds
 from tests.fuzz.worker import Worker
-from tests.support.attacks import attacks_of
+from tests.support.crafting import attacks_of
 from tests.support.running import ROOT
 
 # Costs are told apart by the size of the file, up to these many bytes

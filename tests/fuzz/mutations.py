@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.fuzz.seeds import ODD, Files, Odd
 from tests.support.crafting import text
-from tests.support.onnx_files import varint
+from tests.support.other_files import varint
 
 Change = Callable[[bytes, Random], bytes]
 

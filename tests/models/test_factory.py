@@ -19,7 +19,7 @@ from ckpttool.errors import UsageFault
 from ckpttool.models.factory import build, parse
 from ckpttool.models.skeleton import skeleton, skeletons
 from tests.support import architectures
-from tests.support.saved import saved
+from tests.support.comparing import saved
 
 
 def written(path: Path, source: str) -> Path:

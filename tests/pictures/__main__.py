@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.pictures import drawing, session
-from tests.support.browser import Shown, browser
+from tests.support.report_files import Shown, browser
 from tests.support.running import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.comparing import convert, prefixed, saved
 from tests.support.running import ROOT
-from tests.support.saved import convert, prefixed, saved
 
 WIDTH = 92
 COMMANDS = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import WIDTHS, Shown, browser
+from tests.support.report_files import WIDTHS, Shown, browser
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -12,9 +12,8 @@ import pytest
 
 from tests.fault.remote import scenarios
 from tests.fault.remote.holes import HOLES
-from tests.fault.remote.judge import Bench, Fault
+from tests.fault.remote.judge import Bench, Fault, faults
 from tests.fault.remote.runner import LONGEST
-from tests.fault.remote.trying import faults
 from tests.fault.trials import place_for_runs
 
 pytest.importorskip("obstore")

@@ -1,18 +1,33 @@
-"""Two trees that torch loads are the same: values, types, order, shared memory; or what `diff` finds."""
+"""Files saved, opened and refused, and two trees that torch loads compared: what tests do all the time."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import weakref
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import ckpttool
 from ckpttool.analysis.compare import diff
 from ckpttool.analysis.comparison import Comparison
+from ckpttool.errors import CkptToolError, Damaged, FileError, UsageFault
+from ckpttool.formats import Saved
+from ckpttool.formats.pytorch.zip_reader import Record, read_directory
+from ckpttool.metrics import predictions
+from ckpttool.tensors.source import ByteRange, Source
+from ckpttool.transforms.disarm import Disarmed, disarm
+
+# ---- Two trees that torch loads are the same: values, types, order, shared memory; or what `diff` finds
 
 
 def compared(folder: Path, a: Any, b: Any, **given: Any) -> Comparison:
@@ -110,3 +125,94 @@ class _Pair:
             if a.untyped_storage().nbytes():
                 self.met("storage", a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr(), where)
         assert values(a) == values(b), f"{where}: values"
+
+
+# ---- What tests of files do all the time: save by torch, open, convert, load again, and be refused ----
+
+
+def prefixed(state: Any, prefix: str) -> Any:
+    return OrderedDict((prefix + key, value) for key, value in state.items())
+
+
+def saved(value: Any, path: Path) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def opened(value: Any, folder: Path) -> ckpttool.Checkpoint:
+    """Save a value with torch as `in.pt`, and open that."""
+    return ckpttool.open(saved(value, folder / "in.pt"))
+
+
+def convert(value: object, out: Path, **given: Any) -> Saved:
+    """Save a value with torch as `in.pt` beside an output, and write that."""
+    return ckpttool.save(opened(value, out.parent), out, **given)
+
+
+def saved_predictions(folder: Path, ranks: int, samples: int) -> None:
+    """Write what each rank of an evaluation predicted, as `rank0.safetensors` and so on."""
+    for rank in range(ranks):
+        index = np.arange(rank, samples, ranks)
+        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
+        about = predictions.Evaluation(ranks, samples)
+        predictions.write(folder / f"rank{rank}.safetensors", rows, about, rank)
+
+
+def loaded(checkpoint: ckpttool.Checkpoint, folder: Path) -> Any:
+    """Return what torch reads from the checkpoint written as a `.pt` file."""
+    ckpttool.save(checkpoint, folder / "out.pt", force=True)
+    return torch.load(folder / "out.pt", weights_only=False)
+
+
+def disarmed(given: Any, folder: Path, **options: Any) -> tuple[Any, Disarmed]:
+    """Disarm a file, or a value that torch saves with these options as `in.pt`.
+
+    Return what torch loads from `safe.pt` without trusting it, and what was changed.
+    """
+    path = given if isinstance(given, Path) else folder / "in.pt"
+    if path is not given:
+        torch.save(given, path, **options)
+    with ckpttool.open(path) as checkpoint:
+        new, report = disarm(checkpoint)
+        ckpttool.save(new, folder / "safe.pt", force=True)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(folder / "safe.pt") == []
+    return torch.load(folder / "safe.pt", weights_only=True), report
+
+
+def refused(
+    path: Path | list[Path],
+    said: str = "",
+    error: type[CkptToolError] | tuple[type[CkptToolError], ...] = Damaged,
+    opened: Callable[..., Any] = ckpttool.open,
+    **given: Any,
+) -> Any:
+    """Open what must be refused, in words that match; return the error."""
+    with pytest.raises(error, match=said or None) as refusal:
+        opened(path, **given)
+    fault = refusal.value.with_traceback(None)  # whose frames would keep files open
+    del refusal
+    assert isinstance(fault, FileError | UsageFault) and len(str(fault)) < 1000
+    return fault
+
+
+# ---- Check zip files with the package's reader and with other programs --------------------------------
+
+
+def place_of(path: Path) -> ByteRange:
+    """Open a file and return all of its bytes as a place."""
+    source = Source(str(path), os.open(path, os.O_RDONLY))
+    return ByteRange(source, 0, source.size)
+
+
+def directory(place: ByteRange) -> dict[str, Record]:
+    """Return the records of a zip that fills a place."""
+    return read_directory(place.source, place)
+
+
+def assert_whole(path: Path) -> None:
+    """Raise AssertionError unless Python's zipfile, and `unzip` if it is there, find a zip whole."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    if shutil.which("unzip"):
+        tested = subprocess.run(["unzip", "-t", "-q", path], capture_output=True, check=False)
+        assert tested.returncode == 0, tested.stdout

@@ -1,8 +1,28 @@
-"""Small models as other programs name and lay them out: the shapes of their tensors, by map."""
+"""Models as other programs name and lay them out, and states taken through rules between them."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.transforms.mapping.applying import Mapped, apply
+from ckpttool.transforms.mapping.rule_file import rules_in
+from ckpttool.transforms.mapping.rules import Rules
+from tests.support.comparing import loaded, opened, values
+
+# ---- Small models as other programs name and lay them out: the shapes of their tensors, by map --------
+
 
 # Two layers of width 8, with 4 heads of 4 rows (wider than the model), of which k and v have 2.
 LLAMA: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -111,3 +131,175 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "timm-torchvision-resnet, basic": ("timm-torchvision-resnet", resnet(2)),
     "timm-torchvision-resnet, bottleneck": ("timm-torchvision-resnet", resnet(3)),
 }
+
+
+# ---- States whose values follow from names alone, so that a recorded checksum can say what they became
+
+
+State = dict[str, torch.Tensor]
+
+
+def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the values of a tensor: noise that its name seeds, around 1 where it is a vector."""
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
+    made = torch.from_numpy(np.asarray(noise * np.float32(0.2) + np.float32(len(shape) == 1)))
+    return made.abs() if name.endswith("running_var") else made
+
+
+def filled(shapes: Mapping[str, Any]) -> State:
+    """Return tensors of these shapes; an empty list with `int64` is a counter."""
+    return {
+        name: torch.zeros((), dtype=torch.int64) if shape == "counter" else value(name, tuple(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes."""
+    return zlib.crc32(tensor.contiguous().numpy().tobytes())
+
+
+def llama(layers: int = 2, rows: int = 50, dim: int = 16, hidden: int = 40, small: int = 8) -> State:
+    """Return a Llama in the names of transformers."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (rows, dim)}
+    for number in range(layers):
+        block = f"model.layers.{number}."
+        for letter, size in zip("qkvo", (dim, small, small, dim), strict=True):
+            shapes[f"{block}self_attn.{letter}_proj.weight"] = (size, dim)
+        for name in ("gate", "up"):
+            shapes[f"{block}mlp.{name}_proj.weight"] = (hidden, dim)
+        shapes[f"{block}mlp.down_proj.weight"] = (dim, hidden)
+        for name in ("input", "post_attention"):
+            shapes[f"{block}{name}_layernorm.weight"] = (dim,)
+    return filled({**shapes, "model.norm.weight": (dim,), "lm_head.weight": (rows, dim)})
+
+
+def renamed(state: State, words: Mapping[str, str]) -> State:
+    """Return a state with parts of its names in other words."""
+    return {".".join(words.get(part, part) for part in name.split(".")): t for name, t in state.items()}
+
+
+def fused(state: State) -> State:
+    """Return a Llama with q, k and v in one layer, and gate and up in another."""
+    joined = {"q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj"))}
+    joined["gate_proj"] = ("gate_up_proj", ("gate_proj", "up_proj"))
+    made: State = {}
+    for name, tensor in state.items():
+        layer = name.split(".")[-2]
+        if layer in joined:
+            new, parts = joined[layer]
+            pieces = [state[name.replace(layer, part)] for part in parts]
+            made[name.replace(layer, new)] = torch.cat(pieces)
+        elif layer not in ("k_proj", "v_proj", "up_proj"):
+            made[name] = tensor
+    return made
+
+
+META = {"model": "", "embed_tokens": "tok_embeddings", "self_attn": "attention", "mlp": "feed_forward"}
+META |= {f"{letter}_proj": f"w{letter}" for letter in "qkvo"}
+META |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "lm_head": "output"}
+META |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+
+
+def meta(state: State, heads: tuple[int, int] = (4, 2)) -> State:
+    """Return a Llama in Meta's names: rows of queries and keys in pairs, not in halves."""
+    made: State = {}
+    for name, tensor in state.items():
+        if name.split(".")[-2] in ("q_proj", "k_proj"):
+            count = heads[name.split(".")[-2] == "k_proj"]
+            halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, tensor.shape[1])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        parts = (META.get(part, part) for part in name.split("."))
+        made[".".join(filter(None, parts))] = tensor.clone()
+    return made
+
+
+# ---- States taken through rules, from file to file; and what models of other programs call their tensors
+
+
+def rules(*tables: str, top: str = 'rest = "refuse"') -> Rules:
+    """Return the rules that these texts describe, each a table of a rule file."""
+    return rules_in("\n".join([top, *(f"[[rule]]\n{table}" for table in tables)]))
+
+
+def mapped(value: Any, folder: Path, by: Rules, **given: Any) -> tuple[Any, Mapped]:
+    """Return what torch loads from a value that torch saved, after rules, and what they report."""
+    with opened(value, folder) as checkpoint:
+        new, report = apply(checkpoint, by, **given)
+        return loaded(new, folder), report
+
+
+def assert_reversible(state: Mapping[str, torch.Tensor], folder: Path, by: Rules, **given: Any) -> State:
+    """Return a state after rules; raise AssertionError unless the way back gives every bit again."""
+    there: State = mapped(dict(state), folder, by, **given)[0]
+    back = mapped(there, folder, by.inverse(), **given)[0]
+    assert_equal(back, state)
+    return there
+
+
+def assert_equal(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Raise AssertionError unless two states have the same names, types, shapes and bits."""
+    assert {*mine} == {*theirs}
+    for name, tensor in theirs.items():
+        assert (mine[name].dtype, mine[name].shape) == (tensor.dtype, tensor.shape), name
+        assert values(mine[name]) == values(tensor), name
+
+
+def random_state(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32) -> State:
+    """Return random tensors, the same in each run."""
+    torch.manual_seed(0)
+    return {name: torch.randn(tuple(shape)).to(dtype) for name, shape in shapes.items()}
+
+
+def refusal(value: Any, folder: Path, by: Rules, **given: Any) -> str:
+    """Return the message and the hint with which rules refuse a state."""
+    try:
+        mapped(value, folder, by, **given)
+    except ckpttool.CkptToolError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+# ---- torchtitan's own adapters to Hugging Face, without the rest of it, which few machines can import -
+
+
+STUBS = ("protocols.model", "tools.logging", "models.common.rope", "models.common.decoder")
+
+
+class _Empty(ModuleType):
+    """A module in which every name is a class with nothing in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"Config": type("Config", (), {}), "__getattr__": lambda *_: print})
+
+
+def adapter(model: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the adapter of `llama3`, `qwen3` or `deepseek_v3`, for two layers of which one has experts."""
+    spec = importlib.util.find_spec("torchtitan")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("torchtitan is not installed")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    folders = ("", "protocols", "tools", "models", "models.common", f"models.{model}")
+    for name in (*folders, *STUBS, f"models.{model}.model"):
+        full = f"torchtitan.{name}".rstrip(".")
+        module = _Empty(full)
+        module.__path__, module.__spec__ = [], ModuleSpec(full, None)
+        monkeypatch.setitem(sys.modules, full, module)
+    for name in ("protocols.state_dict_adapter", "models.utils", f"models.{model}.state_dict_adapter"):
+        path = root.joinpath(*name.split(".")).with_suffix(".py")
+        found = importlib.util.spec_from_file_location(f"torchtitan.{name}", path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        monkeypatch.setitem(sys.modules, f"torchtitan.{name}", module)
+        found.loader.exec_module(module)
+    attention = SimpleNamespace(n_heads=4, n_kv_heads=2, head_dim=4, q_lora_rank=5)
+    layers = [SimpleNamespace(attention=attention, moe=moe) for moe in (None, SimpleNamespace(num_experts=3))]
+    config = SimpleNamespace(layers=layers, dim=8, enable_weight_tying=False)
+    kind = next(
+        each
+        for name, each in vars(module).items()
+        if name.lower().startswith(model.replace("_", "")) and name.endswith("Adapter")
+    )
+    return kind(config, None)

@@ -1,4 +1,4 @@
-"""What others write, small and honest: GGUF, ONNX with values beside it, NumPy's files, exported programs."""
+"""What others write, honest and not: GGUF, ONNX, NumPy's files, exported programs; byte by byte."""
 
 from __future__ import annotations
 
@@ -8,14 +8,146 @@ import io
 import json
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.support.gguf_files import BF16, F32, I64, Q8_0, Tensor, Typed, array, gguf_file, number, text
-from tests.support.onnx_files import FLOAT, INT64, UINT8, message, onnx_file, tensor, varint
+# ---- Write GGUF files byte by byte, honest ones and others. Source: docs/gguf.md of ggml --------------
+
+
+Q4_0, Q8_0, F32, F16, BF16, I64 = 2, 8, 0, 1, 30, 27
+
+
+class Typed(NamedTuple):
+    """A key-value with its type: a number of `struct`, or the items of an array with theirs."""
+
+    kind: int
+    raw: bytes
+
+
+def text(value: str | bytes, order: str = "<") -> bytes:
+    raw = value if isinstance(value, bytes) else value.encode()
+    return struct.pack(f"{order}Q", len(raw)) + raw
+
+
+def number(kind: int, code: str, value: float, order: str = "<") -> Typed:
+    return Typed(kind, struct.pack(order + code, value))
+
+
+def array(kind: int, raw: Sequence[bytes], count: int | None = None, order: str = "<") -> Typed:
+    head = struct.pack(f"{order}IQ", kind, len(raw) if count is None else count)
+    return Typed(9, head + b"".join(raw))
+
+
+class Tensor(NamedTuple):
+    """A tensor: type by number, shape as torch has it, values."""
+
+    kind: int
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def gguf_file(
+    tensors: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]],
+    values: Sequence[tuple[str, Any]] = (),
+    *,
+    order: str = "<",
+    version: int = 3,
+    alignment: int = 32,
+    counts: tuple[int, int] | None = None,
+    offsets: Sequence[int] | None = None,
+) -> bytes:
+    """Return a file; `counts` and `offsets` are what it claims instead of the truth."""
+    rows = [*tensors.items()] if isinstance(tensors, Mapping) else [*tensors]
+    n, pairs = counts or (len(rows), len(values))
+    out = b"GGUF" + struct.pack(f"{order}IQQ", version, n, pairs)
+    for key, value in values:
+        if isinstance(value, str):
+            value = Typed(8, text(value, order))
+        elif isinstance(value, int):
+            value = number(4, "I", value, order)
+        out += text(key, order) + struct.pack(f"{order}I", value.kind) + value.raw
+    data = b""
+    for index, (name, tensor) in enumerate(rows):
+        offset = len(data) if offsets is None else offsets[index]
+        out += text(name, order) + struct.pack(f"{order}I", len(tensor.shape))
+        out += struct.pack(f"{order}{len(tensor.shape)}Q", *reversed(tensor.shape))
+        out += struct.pack(f"{order}IQ", tensor.kind, offset)
+        data += tensor.data + bytes(-len(tensor.data) % alignment)
+    return out + bytes(-len(out) % alignment) + data
+
+
+def in_several_files(folder: Path, count: int = 3) -> list[Path]:
+    """Write a model in several files, each with one tensor."""
+    paths = []
+    for index in range(count):
+        split = [("split.no", number(2, "H", index)), ("split.count", number(2, "H", count))]
+        first = [("general.architecture", "llama")] if not index else []
+        paths.append(folder / f"m-{index + 1:05d}-of-{count:05d}.gguf")
+        tensors = {f"{index}.weight": Tensor(F32, (8,), bytes([index] * 32))}
+        paths[-1].write_bytes(gguf_file(tensors, [*first, *split]))
+    return paths
+
+
+# ---- Write ONNX models byte by byte, honest ones and others. Source: `onnx.proto`; protobuf's wire format
+
+
+FLOAT, UINT8, INT8, INT32, INT64, STRING, BOOL, HALF, INT4 = 1, 2, 3, 6, 7, 8, 9, 10, 22
+
+
+def varint(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    out = b""
+    while value > 0x7F:
+        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
+    return out + bytes([value])
+
+
+def integer(field: int, value: int) -> bytes:
+    return varint(field << 3) + varint(value)
+
+
+def message(field: int, raw: bytes, size: int | None = None) -> bytes:
+    return varint(field << 3 | 2) + varint(len(raw) if size is None else size) + raw
+
+
+def pair(key: str, value: str) -> bytes:
+    return message(1, key.encode()) + message(2, value.encode())
+
+
+def tensor(
+    name: str,
+    kind: int,
+    shape: Sequence[int],
+    raw: bytes | None = None,
+    *,
+    numbers: tuple[int, bytes] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return a TensorProto: its values raw, in a field of their type, or in another file."""
+    out = b"".join(integer(1, size) for size in shape) + integer(2, kind)
+    out += message(*numbers) if numbers else b""
+    out += message(8, name.encode())
+    out += message(9, raw) if raw is not None else b""
+    out += b"".join(message(13, pair(key, value)) for key, value in (elsewhere or {}).items())
+    return out + (integer(14, 1) if elsewhere is not None else b"")
+
+
+def onnx_file(
+    tensors: Sequence[bytes], *, nodes: int = 1, texts: Mapping[str, str] | None = None, more: bytes = b""
+) -> bytes:
+    """Return a ModelProto with a graph of such tensors; `more` are fields of the graph."""
+    node = message(1, message(1, b"x") + message(2, b"y") + message(4, b"Identity"))
+    graph = node * nodes + message(2, b"main") + b"".join(message(5, each) for each in tensors) + more
+    head = integer(1, 10) + message(2, b"pytorch") + message(3, b"2.15.0")
+    texts = texts or {}
+    return head + message(7, graph) + b"".join(message(14, pair(*each)) for each in texts.items())
+
+
+# ---- What others write, small and honest: GGUF, ONNX with values beside it, NumPy's files, exported programs
+
 
 ROWS = np.arange(64, dtype="<f4").reshape(2, 32)
 NUMBERS = b"".join(map(varint, (1, -2, 2**40)))

@@ -1,4 +1,4 @@
-"""Packed tensors as files: written with the settings beside them, and made plain."""
+"""Packed tensors and LoRA adapters as files, as others save them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms.quantization.dequantize import Dequantized, dequantize
+
+# ---- Packed tensors as files: written with the settings beside them, and made plain -------------------
+
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -76,3 +79,20 @@ def packed_words(codes: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     signed = torch.tensor(words, dtype=torch.int64)
     signed = torch.where(signed >= 2**31, signed - 2**32, signed)
     return signed.to(torch.int32).movedim(1, axis)
+
+
+# ---- LoRA adapters as PEFT saves them, without PEFT ---------------------------------------------------
+
+
+def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> None:
+    """Save tensors, by the names that they have in the model, as the folder `adapter` of rank 2."""
+    (folder / "adapter").mkdir(exist_ok=True)
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, **config}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def pair(layer: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the two factors of a layer's product by their names."""
+    return {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}

@@ -1,4 +1,4 @@
-"""The log of a training, read back; and a record of one, made up."""
+"""What a training leaves: its log, a record of one made up, and the checkpoints of each step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+from tests.ranks import runs
+from train.checkpoint.files import DELTA, numbered
+from train.checkpoint.format import read
+from train.config.shared import Every
+
+# ---- The log of a training, read back; and a record of one, made up -----------------------------------
 
 
 def entries_of(folder: Path) -> list[dict[str, Any]]:
@@ -50,3 +57,34 @@ def record(folder: Path, *entries: dict[str, Any]) -> Path:
         before = hashlib.sha256(lines[-1]).hexdigest()
     (folder / "run.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     return folder
+
+
+# ---- The checkpoints of each step in the folder of a run with `--keep-deltas` -------------------------
+
+
+EACH = {"save_every": Every(1, "steps")}
+SETTINGS = {**EACH, "ema": 0.9, "optimizer": "adamw", "momentum": None, "keep_best": 1}
+EVERY = 3
+
+
+def whole(*steps: int) -> set[str]:
+    return {numbered(step) for step in steps}
+
+
+def delta(*steps: int) -> set[str]:
+    return {numbered(step, ending=DELTA) for step in steps}
+
+
+def steps_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.name.startswith("step-")}
+
+
+def state_of(folder: Path, step: int) -> Path:
+    """Return a file of the state of a step, the delta if there is one."""
+    path = folder / numbered(step, ending=DELTA)
+    return path if path.exists() else folder / numbered(step)
+
+
+def same(one: Path, other: Path) -> bool:
+    """Return whether two checkpoints hold the same, to the last bit, but for what says how they were kept."""
+    return runs.different(read(str(one)), read(str(other))) == []

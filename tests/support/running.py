@@ -1,4 +1,4 @@
-"""The folders of the repository, and the result of one run of the command line."""
+"""The folders of the repository, one run of the command line, and its peak memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import io
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# ---- The folders of the repository, and the result of one run of the command line ---------------------
+
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
@@ -84,3 +89,29 @@ def assert_says(ran: Ran, code: int, *words: str) -> None:
     """Raise AssertionError unless a command ended with a code, and said all these words on stderr."""
     missing = [each for each in words if each not in ran.err]
     assert (ran.code, missing) == (code, []), f"exit {ran.code}: {ran.out}{ran.err}"
+
+
+# ---- The peak memory of a command in a process of its own, by the kernel's figure ---------------------
+
+
+MOST = 64_000_000
+
+CHILD = """
+import os, sys
+from ckpttool import cli
+out = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+code = cli.run(sys.argv[1:])
+peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
+os.write(out, f'{code} {peak}'.encode())
+"""
+
+
+def peak(*arguments: object) -> int:
+    """The largest resident memory of a command that succeeds, in bytes."""
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    code, kilobytes = ran.stdout.split()
+    assert code == "0", ran.stderr
+    return int(kilobytes) * 1024

@@ -26,10 +26,9 @@ from ckpttool.tensors.cast import CHUNK, Conversion, count_non_finite, target
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.losses import CELL, FEW, CastReport
 from ckpttool.transforms import selection
-from tests.support.comparing import values
+from tests.support.comparing import saved, values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, torch_zip, tuple_of
-from tests.support.layouts import strided
-from tests.support.saved import saved
+from tests.support.trees import strided
 
 module = import_module("ckpttool.tensors.cast")
 TARGETS = ["float64", "float32", "float16", "bfloat16"]

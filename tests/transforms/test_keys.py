@@ -22,9 +22,8 @@ from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in
 from ckpttool.transforms.renaming import add_names, strip_names
 from ckpttool.transforms.wrappers import found_prefixes, inner_prefixes
-from tests.support.comparing import assert_same
+from tests.support.comparing import assert_same, loaded, opened, saved
 from tests.support.running import Cli
-from tests.support.saved import loaded, opened, saved
 
 ONE = torch.ones(1)
 

@@ -21,10 +21,9 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Collision, NothingToDo, Refused, UsageFault
 from ckpttool.tensors import values as tensor_values
 from ckpttool.transforms.layout import join_complex, permute, reshape, split_complex, tie
-from tests.support.comparing import assert_same, values
+from tests.support.comparing import assert_same, loaded, opened, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
-from tests.support.layouts import numbers
-from tests.support.saved import loaded, opened
+from tests.support.trees import numbers
 
 BASE = torch.arange(24.0).reshape(2, 3, 4)
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.commands import maps
-from tests.support.dialects import CASES, GPT, LLAMA
-from tests.support.mapped import assert_equal, random_state
+from tests.support.dialects import CASES, GPT, LLAMA, assert_equal, random_state
 from tests.support.running import ROOT, Cli, assert_says
 
 META = random_state(CASES["meta-llama"][1])

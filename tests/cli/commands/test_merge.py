@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
 from tests.ranks import shardings
-from tests.support.memory import MOST, peak
+from tests.support.running import MOST, peak
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch wonders at a save without a process group
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool.formats import gguf_types
-from tests.support.gguf_files import F32, Q8_0, Tensor, gguf_file
+from tests.support.other_files import F32, Q8_0, Tensor, gguf_file
 from tests.support.running import assert_says
 
 SECTION = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.ranks.forked import WarmPython
 from tests.support import architectures
-from tests.support.saved import prefixed
+from tests.support.comparing import prefixed
 
 SOURCE = """
 import os, torch

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.comparing import assert_same
-from tests.support.saved import prefixed
+from tests.support.comparing import assert_same, prefixed
 
 ONE = torch.ones(1)
 

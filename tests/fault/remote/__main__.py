@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tests.fault.remote.judge import WAYS, try_all
 from tests.fault.remote.scenarios import SCENARIOS
-from tests.fault.remote.trying import WAYS, try_all
 from tests.fault.trials import Tried, run_campaign, totals
 
 

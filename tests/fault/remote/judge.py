@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import random
 import shlex
 import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +17,12 @@ from typing import Any
 
 from tests.fault.judge import Tree, tree
 from tests.fault.remote.runner import LONGEST, Ended, Runner
-from tests.fault.remote.scenarios import LOCAL, SERVED, Scenario
-from tests.fault.remote.sites import OLD
-from tests.fault.trials import Trial, words_of_errors
-from tests.support.range_server import Request
+from tests.fault.remote.scenarios import LOCAL, OLD, SERVED, Scenario, write
+from tests.fault.trials import Trial, Tried, place_for_runs, words_of_errors
+from tests.support.range_server import FAULTS, Request
+
+# ---- What must hold after an answer went wrong: the right result, or one error and the old one; no secret
+
 
 STALL = 0.4  # seconds without a byte that a command waits
 LATE = 0.1  # seconds before an answer goes wrong, in which other threads get theirs
@@ -189,3 +197,50 @@ class Bench:
 
 def _told(ended: Ended) -> dict[str, Any]:
     return {name: value for name, value in ended.json.items() if name not in VARYING}
+
+
+# ---- The faults of a scenario in the order in which they are tried, and the trials of many scenarios --
+
+
+STATUSES = ("401", "403", "404", "410", "416", "429", "500", "503")
+OF_RANGES = ("unranged", "other bytes", "other size")  # which change nothing where no range is asked for
+WAYS = (*(name for name in FAULTS if name not in ("redirect", "headers")), *STATUSES)
+
+
+def faults(requests: Sequence[Sequence[Request]], seed: int) -> list[Fault]:
+    """Return every fault of the answers to some requests, in a drawn order."""
+    drawn = [
+        Fault(front, nth, name)
+        for front, those in enumerate(requests)
+        for nth, request in enumerate(those)
+        for name in WAYS
+        if request.range or name not in OF_RANGES
+    ]
+    random.Random(seed).shuffle(drawn)
+    return drawn
+
+
+def try_scenario(scenario: Scenario, inputs: Path, seed: int, most: int, seconds: float) -> Tried:
+    """Try the faults of a scenario."""
+    tried, until = Tried(scenario), time.monotonic() + seconds
+    with (
+        tempfile.TemporaryDirectory(dir=place_for_runs()) as place,
+        Bench(scenario, inputs, Path(place).resolve()) as bench,
+    ):
+        tried.calls = sum(map(len, bench.requests))
+        tried.wrong += [f"{scenario.name}: without a fault: {each}" for each in bench.wrong]
+        tried.try_faults(faults(bench.requests, seed), bench.try_fault, most=most, until=until)
+    return tried
+
+
+def try_all(
+    scenarios: Sequence[Scenario], *, seed: int, seconds: float, most: int, jobs: int
+) -> Iterator[Tried]:
+    """Try scenarios in several processes; yield what came of each."""
+    part = seconds * jobs / max(len(scenarios), jobs)
+    with tempfile.TemporaryDirectory(dir=place_for_runs()) as folder:
+        inputs = Path(folder).resolve()
+        write(inputs)
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            for future in [pool.submit(try_scenario, each, inputs, seed, most, part) for each in scenarios]:
+                yield future.result()

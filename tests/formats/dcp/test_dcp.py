@@ -35,9 +35,8 @@ from ckpttool.tensors.to_torch import live_tensors
 from ckpttool.tensors.values import stream
 from tests.ranks import shardings
 from tests.ranks.forked import WarmPython
-from tests.support.comparing import assert_same, values
+from tests.support.comparing import assert_same, opened, refused, values
 from tests.support.running import ROOT, assert_says
-from tests.support.saved import opened, refused
 
 
 def training() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ckpttool.formats.delta.writing import Delta
 from tests.support.comparing import assert_same
 from tests.support.every_format import training, with_objects
 from tests.support.running import Cli
-from tests.support.tensor_kinds import KINDS, PLAIN_DTYPES, save_kind
+from tests.support.trees import KINDS, PLAIN_DTYPES, save_kind
 
 digest = import_module("ckpttool.files.digest")
 pytestmark = pytest.mark.usefixtures("here")

@@ -12,13 +12,9 @@ import torch
 
 import ckpttool
 from ckpttool.tensors.values import stream
-from tests.support.comparing import assert_same, values
+from tests.support.comparing import assert_same, assert_whole, refused, values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, text, torch_legacy, tuple_of
-from tests.support.layouts import LAYOUTS, LAZY
-from tests.support.saved import refused
-from tests.support.tensor_kinds import PLAIN_DTYPES
-from tests.support.trees import TREES, shared
-from tests.support.zips import assert_whole
+from tests.support.trees import LAYOUTS, LAZY, PLAIN_DTYPES, TREES, shared
 
 
 def legacy(value: Any, path: Path, **given: Any) -> Path:

@@ -25,10 +25,9 @@ from ckpttool.errors import CkptToolError, Damaged
 from ckpttool.formats.pytorch import tar as torch_tar
 from ckpttool.tensors.source import ByteRange, Source
 from ckpttool.tensors.to_torch import live_tensors
-from tests.support.comparing import assert_same, values
+from tests.support.comparing import assert_same, refused, values
 from tests.support.crafting import dict_of, name, program, text, tuple_of
 from tests.support.running import within
-from tests.support.saved import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of tar files in general
 

@@ -1,9 +1,12 @@
-"""The zip container: Python's and torch's files are read, ambiguous ones refused; unzip reads the output."""
+"""The zip container: Python's and torch's files are read, compressed ones too; ambiguous ones are refused."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -19,12 +22,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import Damaged, FileError, Unsupported
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unsupported
 from ckpttool.files.copying import Output
-from ckpttool.formats.pytorch import zip_writer
+from ckpttool.formats.pytorch import inflating, zip_writer
 from ckpttool.formats.pytorch.zip_writer import ZipWriter
 from ckpttool.tensors.ref import Storage
-from tests.support.zips import assert_whole, directory, place_of
+from ckpttool.tensors.to_torch import live_tensors
+from tests.support.comparing import assert_same, assert_whole, directory, place_of, refused, values
+from tests.support.crafting import dict_of, storage, tensor, torch_zip
+from tests.support.running import open_files
+
+# ---- The zip container: Python's and torch's files are read, ambiguous ones refused; unzip reads the output
 
 
 def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
@@ -63,7 +72,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {name: record.data.read() for name, record in directory(place_of(path)).items()}
 
 
-def refused(path: Path, said: str = "", error: Any = Damaged) -> FileError:
+def refused_file(path: Path, said: str = "", error: Any = Damaged) -> FileError:
     with pytest.raises(error, match=said or None) as refusal:
         directory(place_of(path))
     return refusal.value
@@ -185,7 +194,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_headers_that_disagree_or_lie_are_damaged(what: str, tmp_path: Path) -> None:
-    refused(patched(zipped(tmp_path / "z", TWO), *DISAGREEMENTS[what]))
+    refused_file(patched(zipped(tmp_path / "z", TWO), *DISAGREEMENTS[what]))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +206,7 @@ def test_headers_that_disagree_or_lie_are_damaged(what: str, tmp_path: Path) -> 
     ],
 )
 def test_encrypted_and_split_zips_are_unsupported(change: Any, reason: str, tmp_path: Path) -> None:
-    refused(patched(zipped(tmp_path / "z", TWO), *change), reason, Unsupported)
+    refused_file(patched(zipped(tmp_path / "z", TWO), *change), reason, Unsupported)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -206,18 +215,18 @@ def test_a_duplicate_record_is_damaged_in_any_case_of_letters(again: str, tmp_pa
     with zipfile.ZipFile(tmp_path / "z", "w") as archive:
         archive.writestr("r/data/0", b"1")
         archive.writestr(again, b"2")
-    refused(tmp_path / "z", "twice")
+    refused_file(tmp_path / "z", "twice")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "r/../../up", "r\\data", "r/..", ".."])
 def test_names_that_leave_the_archive_are_damaged(name: str, tmp_path: Path) -> None:
-    refused(zipped(tmp_path / "z", {name: b"1"}), "leaves the archive")
+    refused_file(zipped(tmp_path / "z", {name: b"1"}), "leaves the archive")
 
 
 def test_a_name_that_is_not_utf_8_is_damaged(tmp_path: Path) -> None:
     path = zipped(tmp_path / "z", {"r/aé": b"1"})
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
-    refused(path, "not UTF-8")
+    refused_file(path, "not UTF-8")
 
 
 def test_zeros_in_a_local_header_need_a_data_descriptor(tmp_path: Path) -> None:
@@ -226,20 +235,20 @@ def test_zeros_in_a_local_header_need_a_data_descriptor(tmp_path: Path) -> None:
     assert set(contents(path)) == {"r/a", "r/b"}
     patched(path, LOCAL, 4, b"\x2d", which=1)
     patched(path, LOCAL, 14, bytes(12), which=1)
-    refused(path, "'r/b' has two headers that disagree")
+    refused_file(path, "'r/b' has two headers that disagree")
 
 
 def test_a_wrong_name_length_in_a_local_header_is_damaged(tmp_path: Path) -> None:
     """torch finds the bytes by the length that the local header states."""
     path = streamed(tmp_path / "z", {"r/a": b"123", "r/bb": b"123"})
     patched(path, LOCAL, 26, short(3), which=1)
-    refused(path, "'r/bb' has another name in its local header")
+    refused_file(path, "'r/bb' has another name in its local header")
 
 
 def test_a_folder_that_holds_bytes_is_damaged(tmp_path: Path) -> None:
     """torch reads none of them, and returns uninitialised memory."""
     assert contents(zipped(tmp_path / "z", {"r/data/": b""})) == {"r/data/": b""}
-    refused(zipped(tmp_path / "z", {"r/data/": b"1"}), "'r/data/' is a folder")
+    refused_file(zipped(tmp_path / "z", {"r/data/": b"1"}), "'r/data/' is a folder")
 
 
 def with_extra(path: Path, extra: bytes) -> Path:
@@ -261,9 +270,9 @@ def test_zip64_fields_of_both_headers_agree(tmp_path: Path) -> None:
     patched(path, CENTRAL, 20, word(0xFFFFFFFF) * 2)
     assert contents(path) == {"r/a": b"123"}
     patched(path, LOCAL, 33, OTHER_WIDE)  # the 32-bit fields are the same in both headers
-    refused(path, "two headers that disagree")
+    refused_file(path, "two headers that disagree")
     patched(path, CENTRAL, 20, word(3) * 2)
-    refused(path, "two headers that disagree")
+    refused_file(path, "two headers that disagree")
 
 
 @pytest.mark.parametrize("sizes", [(LOCAL, 18), (CENTRAL, 20)])
@@ -272,7 +281,7 @@ def test_zip64_fields_of_both_headers_agree(tmp_path: Path) -> None:
 )
 def test_a_zip64_field_that_is_cut_short_is_damaged(extra: bytes, sizes: Any, tmp_path: Path) -> None:
     path = patched(with_extra(tmp_path / "z", extra), *sizes, word(0xFFFFFFFF) * 2)
-    refused(path, "'r/a' lacks its ZIP64 sizes")
+    refused_file(path, "'r/a' lacks its ZIP64 sizes")
 
 
 def test_bytes_between_the_zip64_end_records_are_damaged(tmp_path: Path) -> None:
@@ -282,12 +291,12 @@ def test_bytes_between_the_zip64_end_records_are_damaged(tmp_path: Path) -> None
     end, rest = data[at : at + 56], data[at + 56 :]
     longer = end[:4] + struct.pack("<Q", 44 + 56) + end[12:]
     (tmp_path / "z").write_bytes(data[:at] + longer + end + rest)
-    refused(tmp_path / "z", "ZIP64 directory is malformed")
+    refused_file(tmp_path / "z", "ZIP64 directory is malformed")
 
 
 @pytest.mark.parametrize("offset, raw", [(4, word(1)), (16, word(2))])
 def test_a_zip64_directory_in_another_volume_is_unsupported(offset: int, raw: bytes, tmp_path: Path) -> None:
-    refused(patched(of_torch(tmp_path / "f.pt"), b"PK\x06\x07", offset, raw), "split", Unsupported)
+    refused_file(patched(of_torch(tmp_path / "f.pt"), b"PK\x06\x07", offset, raw), "split", Unsupported)
 
 
 @pytest.mark.parametrize(
@@ -300,13 +309,13 @@ def test_a_zip64_directory_in_another_volume_is_unsupported(offset: int, raw: by
 )
 def test_a_message_shortens_a_long_name(change: Any, tmp_path: Path) -> None:
     path = patched(zipped(tmp_path / "z", {"n" * 60_000: b"123"}), *change)
-    assert len(refused(path, "n" * 80, (Damaged, Unsupported)).reason) < 200
+    assert len(refused_file(path, "n" * 80, (Damaged, Unsupported)).reason) < 200
 
 
 def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
     """Two entries of the directory for the same bytes, as in a zip bomb."""
     path = zipped(tmp_path / "z", {"r/a": b"1", "r/b": b"1"})
-    refused(patched(path, CENTRAL, 42, bytes(4) + b"r/A", which=1))  # by another name than the first's
+    refused_file(patched(path, CENTRAL, 42, bytes(4) + b"r/A", which=1))  # by another name than the first's
 
 
 def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
@@ -315,7 +324,7 @@ def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
     data = path.read_bytes()
     at, entry = data.index(LOCAL, 4), data.rindex(CENTRAL)
     path.write_bytes(data[: entry + 42] + word(at) + data[entry + 46 :])
-    refused(path, "overlap")
+    refused_file(path, "overlap")
 
 
 def test_a_deflated_record_is_listed_with_its_compression(tmp_path: Path) -> None:
@@ -418,3 +427,197 @@ names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2
 def test_any_records_are_read_back_by_python(records: dict[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert list(theirs(written(Path(folder) / "z", records)).values()) == list(records.values())
+
+
+# ---- Compressed records: read as torch reads them, and refused where it would return uninitialised memory
+
+
+RECORD = "archive/data/0"
+LOCAL_SIZES, LOCAL_CRC, CENTRAL_SIZES, CENTRAL_CRC = 18, 14, 20, 16
+
+
+def deflated(path: Path, *, method: int = zipfile.ZIP_DEFLATED) -> Path:
+    """Zip the records of a file again with compression."""
+    out = path.with_suffix(".deflated")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return out
+
+
+def one_tensor(path: Path, numel: int, raw: bytes) -> Path:
+    body = dict_of({"a": tensor(storage(numel), (numel,))})
+    return torch_zip(path, body, {"0": raw}, compression=zipfile.ZIP_DEFLATED)
+
+
+def with_record(path: Path, record: str, change: Callable[[bytes], bytes]) -> Path:
+    """Replace the payload of one record, and correct the sizes and offsets that depend on it."""
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(record)
+        entries = archive.infolist()
+    raw = bytearray(path.read_bytes())
+    start = info.header_offset + 30 + sum(struct.unpack_from("<HH", raw, info.header_offset + 26))
+    new = change(bytes(raw[start : start + info.compress_size]))
+    raw[start : start + info.compress_size] = new
+    shift = len(new) - info.compress_size
+    directory = raw.find(b"PK\x01\x02")
+    struct.pack_into("<I", raw, info.header_offset + LOCAL_SIZES, len(new))
+    for entry in entries:
+        named = raw.find(entry.filename.encode(), directory) - 46
+        if entry.filename == record:
+            struct.pack_into("<I", raw, named + CENTRAL_SIZES, len(new))
+        if entry.header_offset > info.header_offset:
+            struct.pack_into("<I", raw, named + 42, entry.header_offset + shift)
+    struct.pack_into("<I", raw, raw.rfind(b"PK\x05\x06") + 16, directory)
+    path.write_bytes(raw)
+    return path
+
+
+def restated(path: Path, *, size: int | None = None, crc: int | None = None) -> Path:
+    """State another size or checksum for the tensor's record in both of its headers."""
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(RECORD)
+    raw = bytearray(path.read_bytes())
+    named = raw.find(RECORD.encode(), raw.find(b"PK\x01\x02")) - 46
+    headers = (info.header_offset, LOCAL_SIZES, LOCAL_CRC), (named, CENTRAL_SIZES, CENTRAL_CRC)
+    for at, sizes, crcs in headers:
+        if size is not None:
+            struct.pack_into("<I", raw, at + sizes + 4, size)
+        if crc is not None:
+            struct.pack_into("<I", raw, at + crcs, crc)
+    path.write_bytes(raw)
+    return path
+
+
+TREE: dict[str, Any] = {
+    "model": {"a": torch.arange(1000.0), "b": torch.eye(8, dtype=torch.float16), "empty": torch.ones(0, 3)},
+    "epoch": 3,
+}
+
+
+def test_a_compressed_file_has_the_same_contents(tmp_path: Path) -> None:
+    torch.save(TREE, tmp_path / "in.pt")
+    path = deflated(tmp_path / "in.pt")
+    checkpoint = ckpttool.open(path)
+    found = live_tensors(checkpoint.state().tensors)
+    assert {name: values(tensor) for name, tensor in found.items()} == {
+        name: values(tensor) for name, tensor in TREE["model"].items()
+    }
+    ckpttool.save(checkpoint, tmp_path / "out.pt")
+    assert_same(torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "in.pt"))
+
+
+def test_an_inflated_storage_keeps_its_checksum(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(1000.0)}, tmp_path / "in.pt")
+    found = ckpttool.open(deflated(tmp_path / "in.pt")).state().tensors["a"].storage
+    assert found.crc32 == zlib.crc32(values(torch.arange(1000.0)))
+
+
+def test_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(TREE, tmp_path / "in.pt")
+    path = deflated(tmp_path / "in.pt")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    before = open_files()
+    with ckpttool.open(path) as checkpoint:
+        assert list((tmp_path / "temporary").iterdir()) == []
+        checkpoint.state().tensors["a"].storage.data.read()
+    del checkpoint
+    gc.collect()
+    assert not open_files() - before
+
+
+def test_unused_records_are_not_inflated(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "f", b"}", {"0": bytes(1 << 20)}, compression=zipfile.ZIP_DEFLATED)
+    assert ckpttool.open(with_record(path, RECORD, lambda raw: b"x" * len(raw))).tree == {}
+
+
+NOISE = random.Random(0).randbytes(4000)
+SHORT, WRONG = "does not inflate to exactly 4000 bytes", f"'{RECORD}' does not match its checksum"
+
+
+def changed(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: with_record(path, RECORD, change)
+
+
+STREAMS: dict[str, tuple[bytes, Callable[[Path], object], str]] = {
+    "cut short": (NOISE, changed(lambda raw: raw[: len(raw) // 2]), f"'{RECORD}' {SHORT}"),
+    "ending before its record": (NOISE, changed(lambda raw: raw + b"more"), SHORT),
+    "inflating to more than is stated": (bytes(8000), lambda path: restated(path, size=4000), SHORT),
+    "inflating to less than is stated": (bytes(3000), lambda path: restated(path, size=4000), SHORT),
+    "a wrong checksum": (bytes(4000), lambda path: restated(path, crc=1), WRONG),
+    "invalid": (bytes(4000), changed(lambda raw: b"\xff" * 9), "not a valid deflate stream"),
+}
+
+
+@pytest.mark.parametrize("what", STREAMS)
+def test_a_stream_that_is_not_what_the_directory_states_is_damaged(what: str, tmp_path: Path) -> None:
+    raw, change, said = STREAMS[what]
+    path = one_tensor(tmp_path / "f", 1000, raw)
+    change(path)
+    refused(path, said)
+
+
+def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
+    path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), crc=0)
+    assert ckpttool.open(path).state().tensors["a"].storage.crc32 is None
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
+def test_compression_methods_that_torch_lacks_are_unsupported(method: int, tmp_path: Path) -> None:
+    torch.save(TREE, tmp_path / "in.pt")
+    path = deflated(tmp_path / "in.pt", method=method)
+    refusal = refused(path, "compressed in a way that is not read here", Unsupported)
+    assert "without compression" in str(refusal.hint)
+
+
+# Bombs.
+
+
+def test_a_size_beyond_what_deflate_can_do_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = one_tensor(tmp_path / "f", 1 << 28, bytes(1 << 20))
+    restated(path, size=1 << 30)
+    refused(path, "states a size that deflate can't reach")
+
+
+def test_a_pickle_that_grows_too_much_is_refused(tmp_path: Path) -> None:
+    body = b"]" * (8 << 20) + b"."
+    path = torch_zip(tmp_path / "f", b"\x80\x02" + body, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 20_000
+    refused(path, r"'archive/data\.pkl' would grow", Refused)
+
+
+def test_the_growth_of_all_records_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflating, "SMALL", 1 << 20)
+    tensors = {str(i): tensor(storage(1 << 18, key=str(i)), (1 << 18,)) for i in range(3)}
+    records = dict.fromkeys(tensors, bytes(1 << 20))
+    path = torch_zip(tmp_path / "f", dict_of(tensors), records, compression=zipfile.ZIP_DEFLATED)
+    refused(path, "would grow from", Refused)
+    monkeypatch.setattr(inflating, "SMALL", 3 << 20)
+    assert len(ckpttool.open(path).state().tensors) == 3
+
+
+@given(st.binary(max_size=3000), st.integers(1, 4096), st.integers(0, 9))
+def test_any_bytes_are_inflated_with_any_chunk_size(raw: bytes, chunk: int, level: int) -> None:
+    raw = raw * 4
+    body = dict_of({"a": tensor(storage(len(raw) // 4), (len(raw) // 4,))})
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path, method = Path(folder) / "f", zipfile.ZIP_DEFLATED
+        with zipfile.ZipFile(path, "w", method, compresslevel=level) as file:
+            file.writestr("a/data.pkl", b"\x80\x02" + body + b".")
+            file.writestr("a/data/0", raw)
+        patch.setattr(inflating, "CHUNK", chunk)
+        assert ckpttool.open(path).state().tensors["a"].storage.data.read() == raw
+
+
+@given(st.data())
+def test_a_compressed_file_changed_anywhere_is_read_as_it_was_or_refused(data: st.DataObject) -> None:
+    """A checksum covers every byte of every record."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = one_tensor(Path(folder) / "f", 64, NOISE[:256])
+        raw = bytearray(path.read_bytes())
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(raw)
+        with contextlib.suppress(CkptToolError):
+            found = ckpttool.open(path).state().tensors.values()
+            assert [tensor.storage.data.read() for tensor in found] in ([NOISE[:256]], [])

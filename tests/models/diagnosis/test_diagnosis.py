@@ -29,8 +29,8 @@ from ckpttool.models import factory
 from tests.ranks.forked import WarmPython
 from tests.support import architectures
 from tests.support.architectures import Net
+from tests.support.comparing import prefixed
 from tests.support.running import Cli, Ran
-from tests.support.saved import prefixed
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

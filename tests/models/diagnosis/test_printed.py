@@ -22,8 +22,8 @@ from ckpttool.checkpoint.checkpoint import SHARDING
 from ckpttool.errors import Mismatch
 from ckpttool.models.diagnosis.report import refused_by_torch
 from tests.support import architectures
+from tests.support.comparing import opened, prefixed, saved
 from tests.support.running import Cli
-from tests.support.saved import opened, prefixed, saved
 from tests.support.trees import TREES
 
 SPEC = f"{architectures.__file__}:net"

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.ranks.programs import ROOT, start
+from tests.support.comparing import saved
 from tests.support.run_log import record
 from tests.support.running import Ran
-from tests.support.saved import saved
 
 Cli = Callable[..., Ran]
 

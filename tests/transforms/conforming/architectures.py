@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.two_dialects import State, meta, value
+from tests.support.dialects import State, meta, value
 
 
 @dataclass

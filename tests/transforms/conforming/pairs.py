@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import CkptToolError
 from ckpttool.transforms.conforming.conform import conform
+from tests.support.dialects import State, checksum
 from tests.support.generated_page import regenerate
 from tests.support.running import ROOT
-from tests.support.two_dialects import State, checksum
 from tests.transforms.conforming.architectures import Made, Pair, equal, pairs
 
 PAGE = ROOT / "docs" / "conform.md"

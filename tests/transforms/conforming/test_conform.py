@@ -1,4 +1,4 @@
-"""`conform`: the one way from a checkpoint to the names and shapes of another, or a refusal that says why."""
+"""`conform`: the one way from a checkpoint to the names and shapes of another, or a refusal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ from ckpttool.transforms.conforming.modules import StateEntry
 from ckpttool.transforms.conforming.search import search
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in
+from tests.support.dialects import State, checksum, filled, fused, llama, meta, renamed
 from tests.support.running import Cli
-from tests.support.two_dialects import State, checksum, filled, fused, llama, meta, renamed
+from tests.transforms.conforming.architectures import Pair, pairs
+from tests.transforms.conforming.pairs import KEPT, results
+
+# ---- `conform`: the one way from a checkpoint to the names and shapes of another, or a refusal that says why
+
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 
@@ -744,3 +749,24 @@ def test_codes_are_renamed_and_never_turned_without_their_scales(tmp_path: Path)
         brought(state, {**state, "m.weight": torch.rand(128, 64).to(codes.dtype)}, tmp_path)
     made, _ = brought(state, renamed(state, {"m": "layers"}), tmp_path)
     assert made["layers.weight"].view(torch.uint8).equal(codes.view(torch.uint8))
+
+
+# ---- Pairs of public architectures with their libraries: right or refused, and right by values; never wrong
+
+
+QUICK = [pair for pair in pairs() if f"{pair.left} <-> {pair.right}".startswith(KEPT)]
+
+
+@pytest.mark.parametrize("pair", QUICK, ids=lambda pair: f"{pair.left} to {pair.right}")
+def test_a_pair_is_right_or_refused_both_ways(pair: Pair) -> None:
+    try:
+        made = pair.make()
+    except ImportError as missing:
+        pytest.skip(f"needs {missing.name}")
+    found = results(made)
+    assert {each.word for each in found[:2]} <= {"right", "refused"}
+    assert [each.word for each in found[2:]] == ["right"] * len(found[2:])
+
+
+def test_the_recorded_pairs_are_those_that_are_quick() -> None:
+    assert len(QUICK) >= len(KEPT)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, NothingToDo, OutputExists, Refused, UsageFault
 from ckpttool.transforms.lora.extract import Extracted
-from tests.support.memory import MOST, peak
-from tests.support.saved import saved
+from tests.support.comparing import saved
+from tests.support.running import MOST, peak
 
 Tensors = dict[str, torch.Tensor]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
