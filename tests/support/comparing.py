@@ -22,7 +22,7 @@ from ckpttool.analysis.compare import diff
 from ckpttool.analysis.comparison import Comparison
 from ckpttool.errors import CkptToolError, Damaged, FileError, UsageFault
 from ckpttool.formats import Saved
-from ckpttool.formats.pytorch.zip_reader import Record, read_directory
+from ckpttool.formats.pytorch.zip_reader import ZipRecord, read_directory
 from ckpttool.metrics import predictions
 from ckpttool.tensors.source import ByteRange, Source
 from ckpttool.transforms.disarm import Disarmed, disarm
@@ -204,7 +204,7 @@ def place_of(path: Path) -> ByteRange:
     return ByteRange(source, 0, source.size)
 
 
-def directory(place: ByteRange) -> dict[str, Record]:
+def directory(place: ByteRange) -> dict[str, ZipRecord]:
     """Return the records of a zip that fills a place."""
     return read_directory(place.source, place)
 

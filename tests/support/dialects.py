@@ -18,7 +18,7 @@ import torch
 import ckpttool
 from ckpttool.transforms.mapping.applying import Mapped, apply
 from ckpttool.transforms.mapping.rule_file import rules_in
-from ckpttool.transforms.mapping.rules import Rules
+from ckpttool.transforms.mapping.rules import MapRules
 from tests.support.comparing import loaded, opened, values
 
 # ---- Small models as other programs name and lay them out: the shapes of their tensors, by map --------
@@ -217,19 +217,19 @@ def meta(state: State, heads: tuple[int, int] = (4, 2)) -> State:
 # ---- States taken through rules, from file to file; and what models of other programs call their tensors
 
 
-def rules(*tables: str, top: str = 'rest = "refuse"') -> Rules:
+def rules(*tables: str, top: str = 'rest = "refuse"') -> MapRules:
     """Return the rules that these texts describe, each a table of a rule file."""
     return rules_in("\n".join([top, *(f"[[rule]]\n{table}" for table in tables)]))
 
 
-def mapped(value: Any, folder: Path, by: Rules, **given: Any) -> tuple[Any, Mapped]:
+def mapped(value: Any, folder: Path, by: MapRules, **given: Any) -> tuple[Any, Mapped]:
     """Return what torch loads from a value that torch saved, after rules, and what they report."""
     with opened(value, folder) as checkpoint:
         new, report = apply(checkpoint, by, **given)
         return loaded(new, folder), report
 
 
-def assert_reversible(state: Mapping[str, torch.Tensor], folder: Path, by: Rules, **given: Any) -> State:
+def assert_reversible(state: Mapping[str, torch.Tensor], folder: Path, by: MapRules, **given: Any) -> State:
     """Return a state after rules; raise AssertionError unless the way back gives every bit again."""
     there: State = mapped(dict(state), folder, by, **given)[0]
     back = mapped(there, folder, by.inverse(), **given)[0]
@@ -251,7 +251,7 @@ def random_state(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch
     return {name: torch.randn(tuple(shape)).to(dtype) for name, shape in shapes.items()}
 
 
-def refusal(value: Any, folder: Path, by: Rules, **given: Any) -> str:
+def refusal(value: Any, folder: Path, by: MapRules, **given: Any) -> str:
     """Return the message and the hint with which rules refuse a state."""
     try:
         mapped(value, folder, by, **given)

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from train.config.shared import Every
+
 from tests.ranks import runs
 from train.checkpoint.files import DELTA, numbered
 from train.checkpoint.format import read
-from train.config.shared import Every
 
 # ---- The log of a training, read back; and a record of one, made up -----------------------------------
 

@@ -23,7 +23,7 @@ from ckpttool.errors import Damaged, Refused, Unreadable, Unsupported
 from ckpttool.tensors import to_torch
 from ckpttool.tensors import values as tensor_values
 from ckpttool.tensors.cast import Caster
-from ckpttool.tensors.chunks import Part, assembled
+from ckpttool.tensors.chunks import TensorPart, assembled
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.tensors.ref import Computed, Storage, TensorRef
 from ckpttool.tensors.source import ByteRange, Source
@@ -240,7 +240,10 @@ CUT = {  # shape of the whole, begin and shape of each part -> whether they foll
 def test_parts_that_follow_one_another_are_stretches_of_their_places(cut: str, places: Source) -> None:
     shape, boxes, follows = CUT[cut]
     ends = 0, *(sum(tensor(places, 0, size).nbytes for _, size in boxes[: i + 1]) for i in range(len(boxes)))
-    parts = [Part(begin, tensor(places, end, size)) for (begin, size), end in zip(boxes, ends, strict=False)]
+    pairs = zip(boxes, ends, strict=False)
+    parts = [TensorPart(begin, tensor(places, end, size)) for (begin, size), end in pairs]
+        TensorPart(begin, tensor(places, end, size)) for (begin, size), end in zip(boxes, ends, strict=False)
+    ]
     whole = assembled("w", places.path, FLOAT, shape, parts[::-1]).storage.data
     assert isinstance(whole, Computed)
     stretches = whole.stretches()
@@ -252,14 +255,14 @@ def test_parts_that_follow_one_another_are_stretches_of_their_places(cut: str, p
 
 def test_what_several_ranks_hold_has_no_place_of_its_own(places: Source) -> None:
     one, other = tensor(places, 0, (2, 2)), tensor(places, 0, (2, 2))
-    parts = [Part((0, 0), one, (other,), (0, 1)), Part((2, 0), tensor(places, 16, (1, 2)))]
+    parts = [TensorPart((0, 0), one, (other,), (0, 1)), TensorPart((2, 0), tensor(places, 16, (1, 2)))]
     whole = assembled("w", places.path, FLOAT, (3, 2), parts).storage.data
     assert isinstance(whole, Computed)
     assert whole.stretches() == []
 
 
 def test_a_cast_comes_from_the_places_of_what_is_cast(places: Source) -> None:
-    parts = [Part((0,), tensor(places, 0, (3,))), Part((3,), tensor(places, 12, (5,)))]
+    parts = [TensorPart((0,), tensor(places, 0, (3,))), TensorPart((3,), tensor(places, 12, (5,)))]
     whole = assembled("w", places.path, FLOAT, (8,), parts)
     cast = Caster(DTYPES["bfloat16"]).cast(whole).storage.data
     assert isinstance(cast, Computed)

@@ -22,7 +22,7 @@ from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms.average import Averaged, average
 from ckpttool.transforms.mean import mean
 from ckpttool.transforms.merging.aligned import BLOCK
-from ckpttool.transforms.merging.methods import Kept
+from ckpttool.transforms.merging.methods import RandomMask
 from tests.support import comparing
 from tests.support.running import MOST, peak
 from tests.support.trees import big_endian
@@ -426,7 +426,7 @@ def test_what_is_added_to_the_base_is_mergekit_s(
     entries = [SimpleNamespace(id=number, tensor=each) for number, each in enumerate(others)]
     group = SimpleNamespace(base=SimpleNamespace(tensor=base), non_base=entries)
     theirs = mergekit.get({"task": "task_arithmetic", "dare": "dare_linear"}.get(method, method))
-    chosen = iter(Kept(f"0\0w\0{number}", density).mask(0, np.empty(4200)) for number in range(3))
+    chosen = iter(RandomMask(f"0\0w\0{number}", density).mask(0, np.empty(4200)) for number in range(3))
     monkeypatch.setattr(
         torch, "bernoulli", lambda like: torch.from_numpy(next(chosen)).reshape(like.shape).to(like.dtype)
     )

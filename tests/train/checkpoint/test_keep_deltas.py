@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.odd_state import odd_state
 
 from ckpttool.errors import Damaged, Unreadable, UsageFault
 from ckpttool.formats.delta import compression
 from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment, start
-from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of
 from train.checkpoint import files
 from train.checkpoint import files as checkpoint_files

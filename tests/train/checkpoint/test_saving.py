@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.odd_state import odd_state
 from torch import nn
 
 from ckpttool import system
@@ -26,7 +27,6 @@ from ckpttool.errors import CheckFailed, CkptToolError, FileError
 from ckpttool.files import chain, commit
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
-from tests.support.odd_state import odd_state
 from tests.support.run_log import entries_of, epochs_of
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints

@@ -21,8 +21,8 @@ import ckpttool
 from ckpttool.errors import Collision, Refused, UsageFault
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.builtin import named
-from ckpttool.transforms.mapping.rules import Rule, Rules
-from ckpttool.transforms.mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Step, Transpose
+from ckpttool.transforms.mapping.rules import MapRules, Rule
+from ckpttool.transforms.mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Transpose, Verb
 from tests.support.comparing import opened
 from tests.support.dialects import assert_reversible, mapped, random_state, refusal, rules
 from tests.support.trees import big_endian
@@ -283,7 +283,7 @@ EACH = ["transpose", "reshape", "permute-heads"]
 def test_any_reversible_rule_is_undone_bit_for_bit(drawn: tuple[Rule, dict[str, torch.Tensor]]) -> None:
     rule, state = drawn
     with tempfile.TemporaryDirectory() as folder:
-        assert_reversible(state, Path(folder), Rules((rule,)))
+        assert_reversible(state, Path(folder), MapRules((rule,)))
 
 
 # ---- What an optimizer keeps of parameters follows them through the rules, and training goes on as before

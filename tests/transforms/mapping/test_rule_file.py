@@ -14,7 +14,7 @@ from ckpttool.errors import Damaged, Irreversible, Unreadable, UsageFault
 from ckpttool.transforms.mapping.builtin import maps, names
 from ckpttool.transforms.mapping.numbers import Unknown, evaluated, first_known
 from ckpttool.transforms.mapping.rule_file import VERBS, read, rules_in
-from ckpttool.transforms.mapping.rules import Count, Drop, Rule, Rules, Tie
+from ckpttool.transforms.mapping.rules import Drop, MapRules, Rule, Tie, ValueCount
 from ckpttool.transforms.mapping.templates import literal, templates
 from ckpttool.transforms.mapping.verbs import Concat, Stack
 from tests.support.dialects import LLAMA, assert_reversible, random_state, rules
@@ -296,7 +296,7 @@ def test_what_would_cost_much_is_refused_at_once(text: str) -> None:
 PAGE = (ROOT / "docs" / "maps.md").read_text(encoding="utf-8")
 
 
-def the_example() -> Rules:
+def the_example() -> MapRules:
     return rules_in(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])
 
 

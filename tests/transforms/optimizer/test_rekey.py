@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckpttool.transforms.optimizer.names import rename_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +19,6 @@ from ckpttool.errors import NothingToDo, Refused, UsageFault
 from ckpttool.inert_pickle.values import OrderedDict_
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in
-from ckpttool.transforms.optimizer.names import rename_parameters
 from ckpttool.transforms.optimizer.parameters import by_shapes, in_order
 from ckpttool.transforms.optimizer.rekey import rekeyed, to_indices, to_names
 from ckpttool.transforms.optimizer.slots import Misfit, mismatched_order
