@@ -17,6 +17,7 @@ from ..reading import fields_of, note_keys, note_state, note_unread, open_file
 if TYPE_CHECKING:
     from ...analysis.comparison import Change, Comparison
     from ...checkpoint.checkpoint import Checkpoint
+    from ...formats.output import OutputPlace
 
 Limits = dict[str, float | None]
 
@@ -76,14 +77,13 @@ def command(
     """
     from ...analysis.compare import diff
 
-    if html is not None:
-        _require_page(html, a, b, force)
+    place = None if html is None else _page_place(html, a, b, force)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
             comparison = diff(mine, theirs, progress=progress, verify=not no_verify, **choices)
-        if html is not None:
-            _write_page(console, html, mine, theirs, comparison, choices["state"])
+        if place is not None:
+            _write_page(console, place, mine, theirs, comparison, choices["state"])
         note_unread(console, mine, theirs)
         note_keys(console, (mine, theirs), (comparison.text_keys_a, comparison.text_keys_b))
         if choices["model_only"] or comparison.aside_a or comparison.aside_b:  # else every state was compared
@@ -93,19 +93,24 @@ def command(
     return 0 if comparison.same else 1
 
 
-def _require_page(html: str, a: str, b: str, force: bool) -> None:
-    from ...reporting.report import require_writable
+def _page_place(html: str, a: str, b: str, force: bool) -> OutputPlace:
+    from ...reporting.report import page_place
 
-    require_writable(html, (a, b), force)
+    return page_place(html, (a, b), force)
 
 
 def _write_page(
-    console: Console, html: str, a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str | None
+    console: Console,
+    place: OutputPlace,
+    a: Checkpoint,
+    b: Checkpoint,
+    comparison: Comparison,
+    state: str | None,
 ) -> None:
     from ...reporting.report import about, write
 
-    write(html, (a.path, b.path), about(a, {}, state, [b], comparison))
-    console.note(f"page -> {printable(html)}")
+    write(place, (a.path, b.path), about(a, {}, state, [b], comparison))
+    console.note(f"page -> {printable(place.path)}")
 
 
 def _report(

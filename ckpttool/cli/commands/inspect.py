@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...analysis.summary import Summary
     from ...analysis.tables import CheckpointRow, Stats, TensorRow
     from ...checkpoint.checkpoint import Checkpoint
+    from ...formats.output import OutputPlace
 
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
@@ -61,8 +62,7 @@ def command(
     from ..inspect_page import page
 
     listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
-    if html is not None:
-        _require_page(html, files, force)
+    place = None if html is None else _page_place(html, files, force)
 
     def answer(file: str) -> Answer:
         try:
@@ -74,8 +74,8 @@ def command(
         with opened as checkpoint:
             summary = summarize(checkpoint, state)
             stats = _measure(console, checkpoint, verify, bool(html)) if measured else {}
-            if html is not None:
-                _write_page(console, html, checkpoint, summary, stats)
+            if place is not None:
+                _write_page(console, place, checkpoint, summary, stats)
             if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
                 records = counted(unseen, "record has a header", "records have headers")
                 console.note(f"only the directory was read: {records} too, compared when the bytes are read")
@@ -113,22 +113,26 @@ def _lines() -> int:
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 
-def _require_page(html: str, files: tuple[str, ...], force: bool) -> None:
-    from ...reporting.report import require_writable
+def _page_place(html: str, files: tuple[str, ...], force: bool) -> OutputPlace:
+    from ...reporting.report import page_place
 
     if len(files) > 1:
         raise click.UsageError(f"--html {html}: a page is of one FILE")
-    require_writable(html, files, force)
+    return page_place(html, files, force)
 
 
 def _write_page(
-    console: Console, html: str, checkpoint: Checkpoint, summary: Summary, stats: Mapping[str, Stats | None]
+    console: Console,
+    place: OutputPlace,
+    checkpoint: Checkpoint,
+    summary: Summary,
+    stats: Mapping[str, Stats | None],
 ) -> None:
     from ...reporting.contents import contents
     from ...reporting.report import write
 
-    write(html, (checkpoint.path,), {"checkpoint": contents(checkpoint, summary, stats)})
-    console.note(f"page -> {printable(html)}")
+    write(place, (checkpoint.path,), {"checkpoint": contents(checkpoint, summary, stats)})
+    console.note(f"page -> {printable(place.path)}")
 
 
 def _measure(

@@ -103,7 +103,8 @@ def average(job: Job, weights: list[float] | None, method: str, **settings: Any)
             )
         return new, outcome
 
-    rewrite(replace(job, input=last_path), transform)
+    base = settings["base"]
+    rewrite(replace(job, input=last_path, inputs=(*job.inputs, *([base] if base else []))), transform)
 
 
 @click.command("optimizer")
