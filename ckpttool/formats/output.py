@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import CkptToolError, OutputExists, already_exists
@@ -49,15 +49,9 @@ class OutputPlace:
     is_uploaded: bool = False
 
     @classmethod
-    def at(
-        cls,
-        path: str | os.PathLike[str],
-        force: bool,
-        needed: Collection[File] = (),
-        own: Checkpoint | None = None,
-    ) -> OutputPlace:
-        """Return the place that a path or URL names."""
-        return cls(output_at(os.fspath(path)), force, needed, own)
+    def at(cls, path: str | os.PathLike[str], *rest: Any) -> OutputPlace:
+        """Return the place that a path or URL names; `rest` are the other attributes in their order."""
+        return cls(output_at(os.fspath(path)), *rest)
 
     def require(
         self,
@@ -90,7 +84,7 @@ class OutputPlace:
         if replaced and os.path.isdir(path):
             if may_be_empty and not unmoved(path, lambda: os.listdir(path)):
                 return
-            lost = [join(path, name) for name in replaced(path)]
+            lost = unmoved(path, lambda: [join(path, name) for name in replaced(path)])
         self._require_no_input({*map(identity_at, lost)})
         if replaced:
             check_folder(path, replaced, stay, form)

@@ -16,8 +16,6 @@ from ..reading import fields_of, note_keys, note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.comparison import Change, Comparison
-    from ...checkpoint.checkpoint import Checkpoint
-    from ...formats.output import OutputPlace
 
 Limits = dict[str, float | None]
 
@@ -77,13 +75,19 @@ def command(
     """
     from ...analysis.compare import diff
 
-    place = None if html is None else _page_place(html, a, b, force)
+    place = None
+    if html is not None:
+        from ...reporting import report
+
+        place = report.page_place(html, (a, b), force)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
             comparison = diff(mine, theirs, progress=progress, verify=not no_verify, **choices)
         if place is not None:
-            _write_page(console, place, mine, theirs, comparison, choices["state"])
+            about = report.about(mine, {}, choices["state"], [theirs], comparison)
+            report.write(place, (mine.path, theirs.path), about)
+            console.note(f"page -> {printable(place.path)}")
         note_unread(console, mine, theirs)
         note_keys(console, (mine, theirs), (comparison.text_keys_a, comparison.text_keys_b))
         if choices["model_only"] or comparison.aside_a or comparison.aside_b:  # else every state was compared
@@ -91,26 +95,6 @@ def command(
                 note_state(console, checkpoint, choices["state"], named=True)
     _report(console, a, b, comparison, sort, {name: choices[name] for name in ("rtol", "atol")})
     return 0 if comparison.same else 1
-
-
-def _page_place(html: str, a: str, b: str, force: bool) -> OutputPlace:
-    from ...reporting.report import page_place
-
-    return page_place(html, (a, b), force)
-
-
-def _write_page(
-    console: Console,
-    place: OutputPlace,
-    a: Checkpoint,
-    b: Checkpoint,
-    comparison: Comparison,
-    state: str | None,
-) -> None:
-    from ...reporting.report import about, write
-
-    write(place, (a.path, b.path), about(a, {}, state, [b], comparison))
-    console.note(f"page -> {printable(place.path)}")
 
 
 def _report(

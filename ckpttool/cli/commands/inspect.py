@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ...analysis.summary import Summary
     from ...analysis.tables import CheckpointRow, Stats, TensorRow
     from ...checkpoint.checkpoint import Checkpoint
-    from ...formats.output import OutputPlace
 
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
@@ -62,7 +61,13 @@ def command(
     from ..inspect_page import page
 
     listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
-    place = None if html is None else _page_place(html, files, force)
+    if html is not None and len(files) > 1:
+        raise click.UsageError(f"--html {html}: a page is of one FILE")
+    place = None
+    if html is not None:
+        from ...reporting import contents, report
+
+        place = report.page_place(html, files, force)
 
     def answer(file: str) -> Answer:
         try:
@@ -75,7 +80,9 @@ def command(
             summary = summarize(checkpoint, state)
             stats = _measure(console, checkpoint, verify, bool(html)) if measured else {}
             if place is not None:
-                _write_page(console, place, checkpoint, summary, stats)
+                about = {"checkpoint": contents.contents(checkpoint, summary, stats)}
+                report.write(place, (checkpoint.path,), about)
+                console.note(f"page -> {printable(place.path)}")
             if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
                 records = counted(unseen, "record has a header", "records have headers")
                 console.note(f"only the directory was read: {records} too, compared when the bytes are read")
@@ -111,28 +118,6 @@ def _of_run(folder: str) -> Answer | None:
 def _lines() -> int:
     """Return how many lines of modules fit on the terminal with the facts."""
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
-
-
-def _page_place(html: str, files: tuple[str, ...], force: bool) -> OutputPlace:
-    from ...reporting.report import page_place
-
-    if len(files) > 1:
-        raise click.UsageError(f"--html {html}: a page is of one FILE")
-    return page_place(html, files, force)
-
-
-def _write_page(
-    console: Console,
-    place: OutputPlace,
-    checkpoint: Checkpoint,
-    summary: Summary,
-    stats: Mapping[str, Stats | None],
-) -> None:
-    from ...reporting.contents import contents
-    from ...reporting.report import write
-
-    write(place, (checkpoint.path,), {"checkpoint": contents(checkpoint, summary, stats)})
-    console.note(f"page -> {printable(place.path)}")
 
 
 def _measure(

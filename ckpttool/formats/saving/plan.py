@@ -108,7 +108,7 @@ class SavePlan:
 
     def carried_out(self, verify: bool | None, dry_run: bool) -> Saved:
         """Write, and compare what was read and written before it takes its place."""
-        progress, recipe = self.options.progress, self.options.recipe
+        progress = self.options.progress
         require_made(self.used)
         is_compared = not dry_run if verify is None else verify
         is_announced = self.format in (shards.SAFETENSORS, shards.TORCH)  # as they are written
@@ -123,7 +123,7 @@ class SavePlan:
                 checksums.finish()
                 self.compare(written, values=bool(verify), progress=progress)
 
-            attempt = self._attempt(recipe, computed=bool(recipe) and not checksums.compares)
+            attempt = self._attempt(computed=bool(self.options.recipe) and not checksums.compares)
 
             def opened(file: BinaryIO) -> Output:
                 written = attempt.written(file) if attempt else None
@@ -131,7 +131,7 @@ class SavePlan:
 
             return self.write(opened, check, attempt)
 
-    def _attempt(self, recipe: str, *, computed: bool) -> Attempt | None:
+    def _attempt(self, *, computed: bool) -> Attempt | None:
         """Return what keeps an interrupted output of remote files; None for any other."""
         sources, resume = self.sources, self.options.resume
         if self.place.is_uploaded or self.path == "-" or self.format == dcp.NAME:
@@ -141,7 +141,7 @@ class SavePlan:
         from ...files.resuming import Attempt
 
         opened = sorted({*versions(), *(repr(source.version) for source in sources)})
-        plan = Planned((recipe, opened))
+        plan = Planned((self.options.recipe, opened))
         if self.format in folders.NAMES:
             cut, index = self._shards()
             for name, tensors in cut.items():

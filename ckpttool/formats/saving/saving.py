@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from .. import folders
 from ..output import OutputPlace
-from .destination import Destination, Saved, SaveOptions, destination, require_sense
+from .destination import Saved, SaveOptions, destination, require_sense
 from .plan import SavePlan
 
 
@@ -88,21 +87,14 @@ def save(
         require_sense(target, state, full, shard_size, options)
         if options.device is not None:
             checkpoint = replace(checkpoint, device=options.device)
-        _require_place(place, target, checkpoint, options.kept)
+
+        def stay() -> list[str]:
+            return [*options.kept, *folders.companions(checkpoint, place.path)]
+
+        replaced = folders.replaced_by(checkpoint, place.path) if target.is_folder else None
+        place.require(replaced, stay, target.format, may_be_empty=not target.is_named_as_file)
         plan = SavePlan(checkpoint, target, place, state, shard_size, options)
         if options.expect is not None:
             options.expect(0 if dry_run else plan.work(bool(verify)))
         saved = plan.carried_out(verify, dry_run)
     return replace(saved, path=named.path)
-
-
-def _require_place(
-    place: OutputPlace, target: Destination, checkpoint: Checkpoint, kept: Collection[str]
-) -> None:
-    replaced = folders.replaced_by(checkpoint, place.path) if target.is_folder else None
-
-    def stay() -> list[str]:
-        return [*kept, *folders.companions(checkpoint, place.path)]
-
-    may_be_empty = not target.is_named_as_file
-    place.require(replaced, stay, target.format, may_be_empty)
