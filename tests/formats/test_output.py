@@ -18,6 +18,7 @@ import ckpttool
 from ckpttool.errors import OutputExists
 from ckpttool.files.commit import replacing
 from ckpttool.files.commit_folder import replacing_folder
+from ckpttool.formats.output import OutputPlace
 from tests.support.running import Cli, assert_says
 from tests.support.saved import saved_predictions
 
@@ -263,3 +264,9 @@ def test_a_companion_that_appears_meanwhile_is_not_replaced(
     assert_says(ran, 2, "out/config.json: already exists")
     assert Path("out/config.json").read_text() == "theirs"
     assert pair
+
+
+def test_an_object_that_is_needed_is_never_replaced() -> None:
+    place = OutputPlace("s3://bucket/base.pt", True, ["s3://bucket/base.pt"])
+    with pytest.raises(OutputExists, match=r"such as s3://bucket/base-2\.pt"), place.local():
+        raise AssertionError("nothing is asked of the bucket")
