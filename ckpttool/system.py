@@ -96,16 +96,36 @@ if IS_POSIX:
     def release(path: str) -> None:
         """Close what this process has open of a file, or of those in a folder, where it has to be."""
 
-    def put(file: BinaryIO, written: str, target: str, changed: int | None = None) -> None:
+    def put(
+        file: BinaryIO, written: str, target: str, changed: int | None = None, *, exclusive: bool = False
+    ) -> None:
         """Flush a new file to the disk, and let it take the place of its target.
 
         `changed` is its time of change in nanoseconds, if it is not now. The lock of the file, if it has one,
         stays until it is closed: where Windows has it closed before, others wait a day before they remove it.
+        Raises FileExistsError where something is at the target and it is `exclusive`.
         """
         if changed is not None:
             os.utime(file.fileno(), ns=(changed, changed))
         os.fsync(file.fileno())
-        os.replace(written, target)
+        (_name if exclusive else os.replace)(written, target)
+
+    def _name(written: str, target: str) -> None:
+        """Move a file to a name that nothing has. Raises FileExistsError where something has it by now."""
+        try:
+            os.link(written, target)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links: an empty file keeps the place for a moment
+            os.close(os.open(target, CREATE | os.O_EXCL, 0o600))
+            try:
+                os.replace(written, target)
+            except BaseException:
+                os.unlink(target)
+                raise
+        else:
+            with contextlib.suppress(OSError):  # the next save removes it
+                os.unlink(written)
 
     def replace(written: str, target: str) -> None:
         """Let a file, which may be open, take the place of another."""

@@ -136,12 +136,18 @@ def release(path: str) -> None:
         source.release(found)
 
 
-def put(file: BinaryIO, written: str, target: str, changed: int | None = None) -> None:
+def put(
+    file: BinaryIO, written: str, target: str, changed: int | None = None, *, exclusive: bool = False
+) -> None:
     os.fsync(file.fileno())
     file.close()
     if changed is not None:
         os.utime(written, ns=(changed, changed))
-    replace(written, target)
+    if exclusive:
+        release(written)
+        os.rename(written, target)  # which replaces nothing there
+    else:
+        replace(written, target)
 
 
 PATIENCE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.0)  # seconds: what looks for viruses opens new files too

@@ -289,7 +289,8 @@ def write(job: Job, folder: str, score: Score, predicted: Predictions | None) ->
     with collectives.fail_together():
         if rank == 0:
             statement = {"checkpoint": job.config.scoring.checkpoint, **score.statement()}
-            with replacing(os.path.join(folder, STATEMENT)) as file:
+            path = os.path.join(folder, STATEMENT)
+            with replacing(path, exclusive=not job.config.scoring.force) as file:
                 file.write(f"{json.dumps(statement, indent=2, allow_nan=False)}\n".encode())
 
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ckpttool.analysis import run_log
-from ckpttool.errors import CkptToolError, OutputExists, UsageFault, install
-from ckpttool.files.commit import replacing
+from ckpttool.errors import CkptToolError, UsageFault, install
 from ckpttool.files.failures import naming
+from ckpttool.formats.output import OutputPlace
 from ckpttool.words import counted
 from train import console
 from train.config.flags import Parser
@@ -89,27 +89,28 @@ def draw(arguments: Sequence[str]) -> None:
     parser.add_argument("-o", "--out", required=True, metavar="PICTURE", help=written)
     parser.add_argument("--force", action="store_true", help="overwrite PICTURE")
     given = parser.parse_args(arguments)
-    check_output(given.out, force=given.force)
+    place = picture_place(given.out, force=given.force)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageFault("train/plot.py needs matplotlib, which is not installed", hint=install("plots"))
     runs = run_log.read_runs(given.runs)
-    write(picture(runs), given.out)
+    write(picture(runs), place)
     console.say(f"drew {counted(len(runs), 'run')} -> {given.out}")
 
 
-def check_output(path: str, *, force: bool) -> None:
-    """Refuse a picture with an unknown ending, or one that exists and may not be overwritten."""
+def picture_place(path: str, *, force: bool) -> OutputPlace:
+    """Return where the picture goes; refuse an unknown ending, and what may not be overwritten."""
     if not path.lower().endswith(ENDINGS):
         raise UsageFault(f"-o {path}: has none of the endings {' '.join(ENDINGS)}", hint="-o log_file.png")
-    if os.path.lexists(path) and not force:
-        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+    place = OutputPlace(path, force)
+    place.require()
+    return place
 
 
-def write(figure: Figure, path: str) -> None:
+def write(figure: Figure, place: OutputPlace) -> None:
     """Write a picture; the same logs give the same bytes."""
-    ending = os.path.splitext(path)[1].lower()
+    ending = os.path.splitext(place.path)[1].lower()
     without_date = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    with naming(path), replacing(path) as file, _style():
+    with naming(place.path), place.file() as file, _style():
         figure.savefig(file, format=ending[1:], metadata=without_date[ending])
 
 

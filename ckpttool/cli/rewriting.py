@@ -122,16 +122,17 @@ class Companions:
         before = [*map(os.path.basename, self.copied), *self.left]
         return replace(self, copied=copied, left=left, untrue=[name for name in before if name in names])
 
-    def copy(self, console: Console, settings: Mapping[str, object] | None = None, *, dry: bool) -> None:
+    def copy(self, job: WriteJob, settings: Mapping[str, object] | None = None) -> None:
         """Copy what is to be copied, a config.json with these settings changed; name what is not."""
         from ..formats import folders
 
+        console = job.console
         console.note_names("not copied (--companions does)", self.left)
         console.note_names("other files of the folder, not copied", self.others)
         console.note_names("not true of the output, so not copied", self.untrue)
-        if not dry:
+        if not job.dry_run:
             console.note_names("copying along", list(self.copied.values()))
-            folders.copy_companions(self.copied, settings)
+            folders.copy_companions(self.copied, settings, force=job.force)
 
     def fields(self) -> dict[str, object]:
         """Return the JSON fields, of which each is there only if there is something to say."""
@@ -174,7 +175,8 @@ def rewrite(
     from ..formats.saving.destination import WHOLE, destination
 
     started, console = time.perf_counter(), job.console
-    choices = job.saving() | {"resume": job.resume, "recipe": job.recipe} | choices
+    needed = job.inputs if job.inputs[1:] else ()  # what is made of one may take its place
+    choices = job.saving() | {"resume": job.resume, "recipe": job.recipe, "needed": needed} | choices
     with opening() if opening else formats.open(job.input) as checkpoint:
         piece = None if opening else note_piece(console, job.input)
         to, full = choices.get("to"), choices.get("full")
@@ -204,7 +206,7 @@ def rewrite(
             "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an "
             "entry of ckpttool's own; without --full dcp.load finds them too"
         )
-    _report(console, outcome, saved, companions, time.perf_counter() - started, dry=job.dry_run)
+    _report(job, outcome, saved, companions, time.perf_counter() - started)
 
 
 def _refuse_state(state: str | None, path: str, output: str) -> None:
@@ -241,9 +243,8 @@ def _of_the_same_dict(old: Checkpoint, new: Checkpoint, where: str | None) -> It
             yield f"'{dotted(path)}' is the same dict as '{state.where}', and changed with it"
 
 
-def _report(
-    console: Console, outcome: Outcome, saved: Saved, companions: Companions, seconds: float, *, dry: bool
-) -> None:
+def _report(job: WriteJob, outcome: Outcome, saved: Saved, companions: Companions, seconds: float) -> None:
+    console, dry = job.console, job.dry_run
     if outcome.written and not dry:
         outcome.written()
     lost = [name for name in saved.left_out if name not in outcome.left_out]
@@ -277,7 +278,7 @@ def _report(
                 console.note(f"{counted(count, value)} became {became}")
     for note in _warnings(console, saved, versions):
         console.note(note)
-    companions.copy(console, outcome.settings, dry=dry)
+    companions.copy(job, outcome.settings)
     about = "about " if dry and saved.format == "dcp" else ""
     shards = f" in {counted(saved.shards, 'shard')}" if saved.shards else ""
     size = f"{about}{show_bytes(saved.nbytes)}{shards}"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 from .. import system
-from ..errors import UsageFault
+from ..errors import UsageFault, already_exists
 from .failures import NO_ROOM, no_room_named, reason
 from .pieces import BUFFER
 from .temporaries import PART, new_file, remove_abandoned
@@ -32,17 +32,23 @@ LINK = ".link"  # behind a name that a file is about to get
 
 @contextlib.contextmanager
 def replacing(
-    path: str | os.PathLike[str], attempt: Attempt | None = None, changed: int | None = None
+    path: str | os.PathLike[str],
+    attempt: Attempt | None = None,
+    changed: int | None = None,
+    *,
+    exclusive: bool = False,
 ) -> Iterator[BinaryIO]:
     """Open a new binary file that takes the place of `path` when the block ends without an error.
 
     The old file stays complete until then, and readers that have it open keep it; after an error nothing of
     the new one is left, but for what an `attempt` keeps. Of a symbolic link the target is replaced. `-` is
     standard output, to which all of it is sent at the end. `changed` is its time of change in nanoseconds, if
-    not now. Raises UsageFault where that can't be, and OSError, named `path`, for a failing disk.
+    not now. An `exclusive` one replaces nothing, even if that appears before the block ends. Raises
+    OutputExists then, UsageFault where the place can't be written, and OSError, named `path`, for a failing
+    disk.
     """
     name = os.fspath(path)
-    with _to_standard_output() if name == "-" else _replacing(name, attempt, changed) as file:
+    with _to_standard_output() if name == "-" else _replacing(name, attempt, changed, exclusive) as file:
         yield file
 
 
@@ -61,9 +67,13 @@ def _to_standard_output() -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _replacing(path: str, attempt: Attempt | None, changed: int | None) -> Iterator[BinaryIO]:
+def _replacing(
+    path: str, attempt: Attempt | None, changed: int | None, exclusive: bool
+) -> Iterator[BinaryIO]:
     target = system.real(path)
     exists = _check_target(path, target)
+    if exists and exclusive:
+        raise already_exists(path)
     folder = os.path.dirname(target)
     remove_abandoned(folder)
     mode = 0o600 if exists else 0o666
@@ -82,7 +92,10 @@ def _replacing(path: str, attempt: Attempt | None, changed: int | None) -> Itera
                 with no_room_named(path, every=True):
                     with contextlib.suppress(FileNotFoundError):
                         keep_permissions(fd, target)
-                    system.put(file, temporary, target, changed)
+                    try:
+                        system.put(file, temporary, target, changed, exclusive=exclusive)
+                    except FileExistsError:
+                        raise already_exists(path) from None
             except BaseException as error:
                 if attempt:
                     attempt.give_up(error)

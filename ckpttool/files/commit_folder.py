@@ -8,6 +8,7 @@ another process put there meanwhile, moves into the new folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .. import system
 from ..errors import CkptToolError, OutputExists, Unreadable, UsageFault, already_exists
-from .commit import keep_permissions, not_writable, require_folder, require_name
+from .commit import keep_permissions, not_writable, require_name
 from .failures import no_room_named, reason
 from .temporaries import (
     OLD,
@@ -41,20 +42,6 @@ ATTEMPTS = 5  # times that an old folder is looked through, while other processe
 Replaced = Callable[[str], Collection[str]]
 
 
-def require_replaceable(path: str, replaced: Replaced, kept: Collection[str] = (), *, force: bool) -> None:
-    """Raise OutputExists or UsageFault unless a folder is new or empty, or may be replaced by `force`."""
-    require_folder(path)
-    if not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path)):
-        return
-    if not os.path.isdir(path):
-        raise OutputExists(f"{path}: already exists, and is a file", hint="name a new folder")
-    if others := sorted({*os.listdir(path)}.difference(replaced(path), kept)):
-        what = f"{path}: already exists, and holds other files ({', '.join(others[:3])})"
-        raise OutputExists(what, hint="name a new folder")
-    if not force:
-        raise already_exists(path)
-
-
 @dataclass(frozen=True, slots=True)
 class NewFolder:
     """A folder being written."""
@@ -68,17 +55,23 @@ class NewFolder:
 
 @contextlib.contextmanager
 def replacing_folder(
-    path: str, replaced: Replaced, kept: Collection[str] = (), attempt: Attempt | None = None
+    path: str,
+    replaced: Replaced,
+    kept: Collection[str] = (),
+    attempt: Attempt | None = None,
+    *,
+    exclusive: bool = False,
 ) -> Iterator[NewFolder]:
     """Make an empty folder that takes the place of `path` when the block ends without an error.
 
     Only the regular files (and links to them) that `replaced` names are removed from the old folder; it is
     asked again after the exchange. Files named by `kept` are in the new folder too, as hard links. Whatever
     else is found afterwards moves into the new folder, as `NAME.other-<hex>` where that has such a name.
-    Raises UsageFault where the place can't be written, or holds something neither replaced nor kept.
+    An `exclusive` one replaces an empty folder at most. Raises OutputExists where it would replace more, and
+    UsageFault where the place can't be written, or holds something neither replaced nor kept.
     """
     target = system.real(path)
-    exists = _check_folder(path, target, replaced, kept)
+    exists = check_folder(path, replaced, lambda: kept)
     parent = os.path.dirname(target)
     remove_abandoned(parent)
     try:
@@ -99,7 +92,7 @@ def replacing_folder(
                 keep_permissions(temporary, target)
             system.sync_folder(temporary)
         with signals_deferred():
-            _commit(new, target, replaced, kept)
+            _commit(new, target, replaced, kept, path if exclusive else None)
         if attempt:
             attempt.end()
     except BaseException as error:
@@ -114,20 +107,27 @@ def replacing_folder(
     system.sync_folder(parent)
 
 
-def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[str]) -> bool:
-    """Check that nothing but what is replaced or kept is in the old folder; return whether there is one."""
+def check_folder(
+    path: str, replaced: Replaced, stay: Callable[[], Collection[str]], form: str = "the output"
+) -> bool:
+    """Check that nothing but what is replaced or stays is in the old folder; return whether there is one.
+
+    `form` is what messages call it. Raises OutputExists, or UsageFault where the place can't be written.
+    """
     require_name(path)
+    target = system.real(path)
     try:
         if not _exists(target):
             return False
     except OSError as error:
         raise not_writable(path, error) from error
-    if not os.path.isdir(target):
-        raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
-    if others := unmoved(target, lambda: others_in(target, {*replaced(target), *kept})):
-        listed = ", ".join(others[:3])
-        raise UsageFault(f"{path}: holds other files too ({listed})", hint="choose a new folder as output")
-    return True
+    what, hint = f"is a file, where {form} is a folder", "name a new folder"
+    if os.path.isdir(target):
+        others = unmoved(target, lambda: others_in(target, {*replaced(target), *stay()}))
+        if not others:
+            return True
+        what, hint = f"holds other files too ({', '.join(others[:3])})", f"{hint}, or a file in it"
+    raise OutputExists(f"{path}: already exists, and {what}", hint=hint)
 
 
 def unmoved(folder: str, look: Callable[[], T]) -> T:
@@ -227,10 +227,19 @@ def _link(path: str, names: Collection[str], old: str, new: str) -> None:
         raise UsageFault(what, hint="choose a new folder as output") from error
 
 
-def _commit(new: NewFolder, target: str, replaced: Replaced, kept: Collection[str]) -> None:
-    """Put the new folder in its place, and take apart the old one and those that killed processes left."""
+def _commit(
+    new: NewFolder, target: str, replaced: Replaced, kept: Collection[str], exclusive: str | None
+) -> None:
+    """Put the new folder in its place, and take apart the old one and those that killed processes left.
+
+    `exclusive` is how an error names a place in which nothing may be.
+    """
     with _locked(target):  # so that no other process takes the old folder for abandoned
-        old = _put(new.path, target)
+        old = None
+        if exclusive is None:
+            old = _put(new.path, target)
+        else:
+            _name(new.path, target, exclusive)
         if old is not None:
             _take_apart(old, target, replaced, kept, new)
         for path in abandoned(os.path.dirname(target), OLD, begin_of(target)):
@@ -268,6 +277,19 @@ def _put(new: str, target: str) -> str | None:
     if not exchanged:
         _swap(new, target, old)
     return old
+
+
+def _name(new: str, target: str, shown: str) -> None:
+    """Put a folder where nothing is, or an empty folder."""
+    system.release(new)
+    try:
+        if _exists(target):
+            os.rmdir(target)
+        os.rename(new, target)  # fails if there is a file by now, or a folder that is not empty
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise already_exists(shown) from None
+        raise
 
 
 def _swap(new: str, target: str, old: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from .. import system
-from ..errors import Unreadable
+from ..errors import OutputExists, Unreadable
 from .temporaries import PART, begin_of, is_at
 
 RECORD = f"{PART}.json"
@@ -195,9 +195,9 @@ class Attempt:
     def give_up(self, error: BaseException) -> None:
         """End an attempt that failed: keep what can be gone on with, as the error then tells, or nothing."""
         nbytes = sum(stop - start for written in self._files.values() for start, stop in written.stretches)
-        # After a signal, or a fault of the network or the disk, what was written before is right; of what was
-        # damaged nobody can tell.
-        is_right = not isinstance(error, Exception) or isinstance(error, Unreadable | OSError)
+        # After a signal, a fault of the network or the disk, or where another has taken the place, what was
+        # written before is right; of what was damaged nobody can tell.
+        is_right = not isinstance(error, Exception) or isinstance(error, Unreadable | OSError | OutputExists)
         if is_right and nbytes >= LEAST:
             with contextlib.suppress(OSError):  # a full disk: the last record stands
                 self.note()

@@ -12,7 +12,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import reads_of
 from ..errors import CkptToolError, Damaged, UsageFault, already_exists
 from ..files.commit import replacing
-from ..files.commit_folder import Replaced, others_in, unmoved
+from ..files.commit_folder import Replaced
 from ..remote.places import (
     identity_of,
     is_file,
@@ -103,16 +103,7 @@ def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
 
 def _names_of(folder: str, files: Collection[File | None]) -> list[str]:
     """Return the names that some files have in a folder."""
-    return [name for name in os.listdir(folder) if _identity_of(join(folder, name)) in files]
-
-
-def others(checkpoint: Checkpoint, path: str, kept: Collection[str]) -> list[str]:
-    """Return the names of what keeps a folder from being replaced: neither replaced nor kept, sorted."""
-
-    def look() -> list[str]:
-        return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path), *kept})
-
-    return unmoved(path, look)
+    return [name for name in os.listdir(folder) if identity_at(join(folder, name)) in files]
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:
@@ -126,20 +117,28 @@ def companions(checkpoint: Checkpoint, path: str) -> list[str]:
     return [name for name in names if os.path.isfile(join(path, name))]
 
 
-def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
-    """Return whether replacing `path` would destroy a part of what is read."""
-    # Files are compared by device and inode, so other names of them (links) count too.
-    if os.path.isdir(path):
-        if is_in_place(checkpoint, path):
-            return False
-        read = _files_read(checkpoint)
-        return any(_identity_of(join(path, name)) in read for name in files_of_checkpoints(path))
-    if (identity := _identity_of(path)) is None:
-        return False
-    if (checkpoint.format in NAMES or checkpoint.ranks) and identity in _files_read(checkpoint):
-        return True
-    folder, name = os.path.split(os.path.realpath(path))
-    return identity in _files_referred(checkpoint) and name in files_of_checkpoints(folder)
+def needed_beside(checkpoint: Checkpoint, path: str) -> set[File | str]:
+    """Return the files of a checkpoint that stay needed when it is written to `path`.
+
+    These are none if that is its own folder, and all but the file itself if a file takes the place of a lone
+    one, or of the last of a chain of deltas. Files are known by device and inode, so links count too.
+    """
+    if is_in_place(checkpoint, path):
+        return set()
+    files = sources_of(checkpoint)
+    if checkpoint.format not in NAMES and checkpoint.ranks is None and not os.path.isdir(path):
+        files.discard(_known_by(checkpoint.source))
+    return files
+
+
+def sources_of(checkpoint: Checkpoint) -> set[File | str]:
+    """Return all files that a checkpoint is read from: its own, and those that its values lie in."""
+    values = {place.source for place in reads_of(checkpoint.storages())}
+    return {*map(_known_by, values.union(checkpoint.sources))}
+
+
+def _known_by(source: Source) -> File | str:
+    return source.identity if source.is_local else source.place
 
 
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
@@ -150,7 +149,7 @@ def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
 
 def is_same_file(source: Source, path: str) -> bool:
     """Return whether a path leads to an open file."""
-    return path != "-" and source.identity == _identity_of(path)
+    return path != "-" and source.identity == identity_at(path)
 
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
@@ -170,7 +169,7 @@ def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) ->
         name
         for name in listed(home)
         if not (name.startswith(".") or name in own or not_read(name) in checkpoint.unread)
-        and _identity_of(join(home, name)) not in read
+        and identity_at(join(home, name)) not in read
     ]
 
 
@@ -189,17 +188,12 @@ def folder_of(checkpoint: Checkpoint) -> str | None:
     return folder if is_folder(folder) else None
 
 
-def _files_referred(checkpoint: Checkpoint) -> set[File | None]:
-    """Return the files in which the bytes of a checkpoint lie, other than the one it was read from."""
-    sources = {place.source for place in reads_of(checkpoint.storages())} - {checkpoint.source}
-    return {source.identity for source in sources}
-
-
 def _files_read(checkpoint: Checkpoint) -> set[File | None]:
     return {source.identity for source in checkpoint.sources}
 
 
-def _identity_of(path: str) -> File | None:
+def identity_at(path: str) -> File | None:
+    """Return the device and inode of what a path leads to; None if there is nothing."""
     try:
         facts = os.stat(path)
     except OSError as error:
@@ -255,22 +249,24 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
             what = f"{other} and {path} would both become {target}"
             raise UsageFault(what, hint="copy one by hand, without --companions")
     for target, path in sources.items():
-        if force or not os.path.lexists(target):
-            continue
-        if not (os.path.isfile(target) and _bytes_of(path) == _bytes_of(target)):
+        if not force and os.path.lexists(target) and not _is_same(path, target):
             raise already_exists(target)
     return {path: target for target, path in sources.items()}
 
 
-def copy_companions(places: Mapping[str, str], settings: Mapping[str, object] | None = None) -> None:
+def copy_companions(
+    places: Mapping[str, str], settings: Mapping[str, object] | None = None, *, force: bool
+) -> None:
     """Copy each companion to its place, whole or not at all; a config.json with these settings changed.
 
     A setting inside another has a dotted name, and is changed where that is there. One of None is taken out.
+    Without `force` only an equal file is replaced.
     """
     for path, place in places.items():
         own = settings if os.path.basename(path) == "config.json" else None
         content = _corrected(path, own) if own else _bytes_of(path)
-        with uploading(place, replace=True) as local, replacing(local) as file:
+        is_free = not (force or is_url(place) or _is_same(path, place))
+        with uploading(place, replace=True) as local, replacing(local, exclusive=is_free) as file:
             file.write(content)
 
 
@@ -286,6 +282,10 @@ def _corrected(path: str, settings: Mapping[str, object]) -> bytes:
         return f"{json.dumps(said, indent=2)}\n".encode()
     except (ValueError, TypeError, RecursionError):
         raise Damaged(path, "is no JSON object") from None
+
+
+def _is_same(path: str, target: str) -> bool:
+    return os.path.isfile(target) and _bytes_of(path) == _bytes_of(target)
 
 
 def _bytes_of(path: str) -> bytes:

@@ -23,22 +23,19 @@ from ..checkpoint.states import BUFFERS
 from ..contract import noted
 from ..errors import NothingToDo, OutputExists, Refused, UsageFault
 from ..files.commit import writing_into
-from ..files.commit_folder import replacing_folder, require_replaceable
 from ..files.copying import Output
 from ..files.dry_output import DryOutput
 from ..files.pieces import Progress
 from ..inert_pickle.values import remade
-from ..remote.places import uploading
 from ..tensors.ref import TensorRef
 from ..words import first_few
-from .folders import folder_of
+from .output import OutputPlace
 from .pytorch import zip as torch_zip
 from .ranks.cut import Shards, SplitOptimizer
 from .reading import open as open_any
 from .safetensors import ties
 from .saving.destination import copied
 from .saving.reading_back import read_back, require_same
-from .strangers import output_at
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
@@ -150,12 +147,16 @@ def split(
         >>> ckpttool.merge("two", "again.safetensors").keys
         7
     """
-    named = output_at(os.fspath(path))
-    upload = uploading(named, replace=force, dry_run=dry_run, progress=progress, expect=expect)
-    with upload as name:
+    named = OutputPlace.at(path, force, (checkpoint,))
+    with named.local(dry_run, progress, expect) as place:
+        name = place.path
         device = device or (checkpoint.ranks.device if checkpoint.ranks else "") or "cuda"
         _require_sense(ranks, device)
-        _require_place(checkpoint, name, force, kept)
+        if name == "-":
+            raise UsageFault(
+                "-: the files of ranks are a folder, and can't be streamed", hint="name a folder"
+            )
+        place.require(_replaced, lambda: kept)
         plan = SplitPlan(replace(checkpoint, device="cpu"), state, tuple(whole), ranks, device, axis)
         old = _replaced(name) if os.path.isdir(name) else []
         lost = [file for file in old if not file.startswith(plan.kinds)]
@@ -171,8 +172,8 @@ def split(
                 for file, part in plan.files():
                     torch_zip.write(part, dry := DryOutput(), file)
                     sizes[file] = dry.position
-                return plan.report(named, sizes, old)
-            with replacing_folder(name, _replaced, kept) as new:
+                return plan.report(named.path, sizes, old)
+            with place.folder(_replaced, kept) as new:
                 for file, part in plan.files():
                     target = os.path.join(new.path, file)
                     with writing_into(target) as raw, Output(raw, progress=progress) as out:
@@ -180,7 +181,7 @@ def split(
                     sizes[file] = out.position
                 checksums.finish()
                 plan.compare(new.path, name, values=bool(verify), progress=progress)
-        return plan.report(named, sizes, old)
+        return plan.report(named.path, sizes, old)
 
 
 def _require_sense(ranks: int, device: str) -> None:
@@ -188,15 +189,6 @@ def _require_sense(ranks: int, device: str) -> None:
         raise UsageFault(f"{ranks} is not a number of ranks from 1 to {MAX_RANKS}")
     if not re.fullmatch(r"[a-z]+", device):
         raise UsageFault(f"'{device[:80]}' is not a type of device", hint="say for example: --device cpu")
-
-
-def _require_place(checkpoint: Checkpoint, path: str, force: bool, kept: Collection[str]) -> None:
-    if path == "-":
-        raise UsageFault("-: the files of ranks are a folder, and can't be streamed", hint="name a folder")
-    source = folder_of(checkpoint)
-    if source is not None and os.path.realpath(source) == os.path.realpath(path):
-        raise OutputExists(f"{path}: is the input", hint="name a new folder")
-    require_replaceable(path, _replaced, kept, force=force)
 
 
 def _replaced(folder: str) -> list[str]:

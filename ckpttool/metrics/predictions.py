@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
-from ..errors import Damaged, Unreadable, Unsupported, already_exists
-from ..files.commit import replacing
+from ..errors import Damaged, Unreadable, Unsupported
 from ..files.copying import Output
 from ..files.digest import digest
 from ..formats import safetensors
+from ..formats.output import OutputPlace
 from ..lazy import NDArray, np
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, TensorRef
@@ -87,13 +87,13 @@ def write(
 ) -> None:
     """Write one rank's predictions; the file appears whole or not at all."""
     name = os.fspath(path)
-    if os.path.lexists(name) and not force:
-        raise already_exists(name)
+    place = OutputPlace(name, force)
+    place.require()
     tensors = {
         column: _as_tensor(name, values, COLUMNS[column]) for column, values in predictions.columns().items()
     }
     metadata = {**_as_metadata(evaluation, rank), ROWS: digest(tensors)}
-    with replacing(name) as file, Output(file) as out:
+    with place.file() as file, Output(file) as out:
         safetensors.write(name, tensors, metadata, out)
 
 

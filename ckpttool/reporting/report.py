@@ -26,10 +26,10 @@ from ..analysis.summary import summarize
 from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
 from ..checkpoint.checkpoint import Checkpoint
 from ..contract import finite
-from ..errors import OutputExists, SeveralCheckpoints, Unreadable, UsageFault, already_exists
-from ..files.commit import replacing
+from ..errors import SeveralCheckpoints, Unreadable, UsageFault
 from ..files.failures import naming
 from ..files.pieces import Progress
+from ..formats.output import OutputPlace
 from ..formats.reading import File
 from ..formats.reading import open as open_checkpoint
 from ..words import printable
@@ -114,7 +114,7 @@ def report(
         (False, ('model.safetensors', 'tuned.safetensors'))
     """
     output = os.fspath(path)
-    require_writable(output, (file, other), force)
+    place = page_place(output, (file, other), force)
     with ExitStack() as stack:
         subjects = [_subject(stack, each) for each in (file, other) if each is not None]
         checkpoints = [each.checkpoint for each in subjects if each.checkpoint is not None]
@@ -134,7 +134,7 @@ def report(
             data |= {"evaluations": [evaluation(at) for run in runs for at in evaluations_in(run)]}
         data["rows"] = [checkpoint_row(row) for each in subjects for row in each.rows]
         names = tuple(each.path for each in checkpoints)
-        written = write(output, tuple(runs) or names, data, dry_run=dry_run)
+        written = write(place, tuple(runs) or names, data, dry_run=dry_run)
     return Reported(output, written, names, tuple(runs), None if comparison is None else comparison.same)
 
 
@@ -152,33 +152,29 @@ def about(
     return data
 
 
-def write(path: str, about: tuple[str, ...], data: Mapping[str, Any], *, dry_run: bool = False) -> int:
+def write(
+    place: OutputPlace, about: tuple[str, ...], data: Mapping[str, Any], *, dry_run: bool = False
+) -> int:
     """Write a page, whole or not at all, and return its size in bytes."""
     title = " and ".join(printable(os.path.basename(os.path.normpath(each))) for each in about)
     made = page(f"{title} · ckpttool", {"version": __version__, "title": title, **data})
     if not dry_run:
-        with naming(path), replacing(path) as file:
+        with naming(place.path), place.file() as file:
             file.write(made)
     return len(made)
 
 
-def require_writable(path: str, inputs: tuple[File | None, ...], force: bool) -> None:
-    """Raise UsageFault for a page with another ending, OutputExists for one that would replace something.
+def page_place(path: str, inputs: tuple[File | None, ...], force: bool) -> OutputPlace:
+    """Return where a page is written: `-`, or a file that may be replaced by `force` and is no input.
 
-    With `force` a page may be replaced, but no input.
+    Raises UsageFault for another ending, OutputExists for what may not be replaced.
     """
-    if path == "-":
-        return
-    if "://" in path or not path.lower().endswith((".html", ".htm")):
+    if path != "-" and ("://" in path or not path.lower().endswith((".html", ".htm"))):
         what = "is a URL, and the page is written to a file" if "://" in path else "is not the name of a page"
         raise UsageFault(f"{path}: {what}", hint="the last argument is the page to write, e.g. report.html")
-    if not os.path.lexists(path):
-        return
-    names = (each.path if isinstance(each, Checkpoint) else each for each in inputs if each is not None)
-    if any(os.path.exists(name) and os.path.samefile(path, name) for name in names):
-        raise OutputExists(f"{path}: is an input", hint="name another file for the page")
-    if not force:
-        raise already_exists(path)
+    place = OutputPlace(path, force, [each for each in inputs if each is not None])
+    place.require()
+    return place
 
 
 @dataclass(frozen=True, slots=True)

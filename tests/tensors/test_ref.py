@@ -242,8 +242,6 @@ def test_parts_that_follow_one_another_are_stretches_of_their_places(cut: str, p
     ends = 0, *(sum(tensor(places, 0, size).nbytes for _, size in boxes[: i + 1]) for i in range(len(boxes)))
     pairs = zip(boxes, ends, strict=False)
     parts = [TensorPart(begin, tensor(places, end, size)) for (begin, size), end in pairs]
-        TensorPart(begin, tensor(places, end, size)) for (begin, size), end in zip(boxes, ends, strict=False)
-    ]
     whole = assembled("w", places.path, FLOAT, shape, parts[::-1]).storage.data
     assert isinstance(whole, Computed)
     stretches = whole.stretches()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckpttool.analysis import run_log
+from ckpttool.formats.output import OutputPlace
 from tests.ranks.programs import start, without
 from train import plot
 
@@ -195,7 +196,7 @@ def test_any_name_can_be_shown(tmp_path):
     names = ["_hidden", "$x^2$ $", "%s {0}", "名前", "a\\b"]
     figure = plot.picture(run_log.read_runs([write(tmp_path / name, classes()) for name in names]))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == names
-    plot.write(figure, str(tmp_path / "a.png"))
+    plot.write(figure, OutputPlace(str(tmp_path / "a.png")))
 
 
 # ---- the program ---------------------------------------------------------------------------------------

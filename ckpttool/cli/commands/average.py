@@ -106,4 +106,5 @@ def average(job: options.WriteJob, weights: list[float] | None, method: str, **s
             )
         return new, outcome
 
-    rewrite(replace(job, input=last_path), transform)
+    base = settings["base"]
+    rewrite(replace(job, input=last_path, inputs=(*job.inputs, *([base] if base else []))), transform)

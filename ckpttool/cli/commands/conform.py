@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...errors import OutputExists, UsageFault
+from ...errors import UsageFault
 from .. import options
 from ..console import Console, printable
 from ..layout import columns, cut_front, fitting, table, terminal_width, without
@@ -21,6 +21,7 @@ from ..schemas import NAMES, Fields
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
+    from ...formats.output import OutputPlace
     from ...transforms.conforming.conform import Conformed
     from ...transforms.conforming.rules import RuleRow
 
@@ -78,8 +79,7 @@ def conform(
         if model is not None and choices[name]:
             flag = f"--{name.replace('_', '-')}"
             raise UsageFault(f"{flag} is of --like: a model has no file", hint="--like REF in its place")
-    if write_map is not None:
-        _require_new_map(write_map, job, like)
+    place = None if write_map is None else _map_place(write_map, job, like)
     exclude, said = choices.pop("exclude"), choices.pop("dtype")
     dtype = cast.target(said.lower()) if said else None
 
@@ -102,36 +102,33 @@ def conform(
             outcome.done += f", {outcome.casting.tensors} tensors cast to {dtype.name}"
         elif conformed.types:
             outcome.notes += _types(conformed)
-        if write_map is not None:
+        if place is not None:
             also = [f"--exclude={glob}" for glob in exclude] + ([f"--dtype={said}"] if said else [])
-            outcome.written = partial(_write_map, write_map, conformed, outcome, job, also)
+            outcome.written = partial(_write_map, place, conformed, outcome, job, also)
         return new, outcome
 
-    rewrite(job, transform)
+    rewrite(job, transform, needed=() if like is None else (like,))
 
 
-def _require_new_map(path: str, job: options.WriteJob, like: str | None) -> None:
-    """Refuse a place for the rules where --map would not find them, or where another file is."""
-    from ...files.commit import require_folder
+def _map_place(path: str, job: options.WriteJob, like: str | None) -> OutputPlace:
+    """Return where the rules go; refuse a place where --map would not find them, or another file is."""
+    from ...formats.output import OutputPlace
 
     if not path.endswith(".toml"):
         raise UsageFault(f"--write-map {path}: a rule file's name ends in .toml", hint="name it so")
-    others = {"INPUT": job.input, "REF": like, "OUTPUT": job.output}
-    for what, other in others.items():
-        if other is not None and os.path.realpath(other) == os.path.realpath(path):
-            raise UsageFault(f"--write-map {path}: is the {what}", hint="name another file")
-    if os.path.lexists(path) and not job.force:
-        raise OutputExists(f"--write-map {path}: already exists", hint="write it anyway with --force")
-    require_folder(path)
+    if os.path.realpath(job.output) == os.path.realpath(path):
+        raise UsageFault(f"--write-map {path}: is the OUTPUT", hint="name another file")
+    place = OutputPlace(path, job.force, [job.input, *([like] if like else [])])
+    place.require()
+    return place
 
 
 def _write_map(
-    path: str, conformed: Conformed, outcome: Outcome, job: options.WriteJob, also: Sequence[str]
+    place: OutputPlace, conformed: Conformed, outcome: Outcome, job: options.WriteJob, also: Sequence[str]
 ) -> None:
     """Write the rules once OUTPUT is there, and say how convert makes the same of them."""
-    from ...files.commit import replacing
-
-    with replacing(path) as file:
+    path = place.path
+    with place.file() as file:
         file.write(conformed.rules.to_toml().encode())
     if from_reference := (*conformed.padded, *conformed.counted, *conformed.taken):
         outcome.notes.append(f"{path} is without what INPUT lacks: {job.console.names(from_reference)}")

@@ -125,4 +125,4 @@ def apply(job: options.WriteJob, to: str | None, full: bool) -> None:
         return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)
 
     verify = job.verify or None  # the digest is compared while it is written, also with --no-verify
-    rewrite(job, transform, opening=opening, to=to, full=full or None, verify=verify)
+    rewrite(job, transform, opening=opening, to=to, full=full or None, verify=verify, needed=())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -12,6 +11,7 @@ from ..console import Console, counted, printable, to_json
 from ..schemas import Fields
 
 if TYPE_CHECKING:
+    from ...formats.output import OutputPlace
     from ...metrics.certificate import Certificate
 
 
@@ -62,32 +62,31 @@ def gather_metrics(
     Example:
       ckpttool gather-metrics eval/rank*.safetensors
     """
-    from ...files.commit import replacing
     from ...metrics.certificate import recompute
     from ...metrics.predictions import read
 
-    if out is not None and os.path.lexists(out):
-        _require_replaceable(out, force)
+    place = None if out is None else _certificate_place(out, files, force)
     certificate = recompute([*map(read, files)], samples)
-    if out is not None:
-        with replacing(out) as file:
+    if place is not None:
+        with place.file() as file:
             file.write(f"{to_json(certificate.statement())}\n".encode())
     console.result(_in_words(certificate, out), certificate.statement())
 
 
-def _require_replaceable(out: str, force: bool) -> None:
-    """Refuse an existing file at --out, and with --force too if it holds predictions."""
-    from ...errors import CkptToolError, OutputExists, already_exists
+def _certificate_place(out: str, files: tuple[str, ...], force: bool) -> OutputPlace:
+    """Return where the certificate goes; refuse a file of predictions, whether it is an input or not."""
+    from ...errors import CkptToolError, OutputExists
+    from ...formats.output import OutputPlace
     from ...metrics.predictions import read
 
     try:
         read(out)
     except CkptToolError:
-        if not force:
-            raise already_exists(out) from None
-    else:
-        what = f"{out}: is a prediction file, and --out names the certificate to write"
-        raise OutputExists(what, hint="name a file that is not there yet, e.g. --out metrics.json")
+        place = OutputPlace(out, force, files)
+        place.require()
+        return place
+    what = f"{out}: is a prediction file, and --out names the certificate to write"
+    raise OutputExists(what, hint="name a file that is not there yet, e.g. --out metrics.json")
 
 
 def _in_words(certificate: Certificate, out: str | None) -> str:

@@ -56,7 +56,7 @@ def merge_lora(job: options.WriteJob, adapter: str) -> None:
         return new, Outcome(done, casting=merged.casting, settings=settings, result=merged)
 
     with opened.checkpoint:
-        rewrite(job, transform)
+        rewrite(job, transform, needed=(job.input, adapter))
 
 
 def _extract_printed() -> Fields:
@@ -91,12 +91,12 @@ def extract_lora(job: options.WriteJob, tuned: str, rank: int, others: str | Non
     Example:
       ckpttool extract-lora base.safetensors tuned.safetensors learnt/ --rank 16
     """
+    from ...formats.output import OutputPlace
     from ...transforms.lora.adapter_folder import require_place, save_adapter
     from ...transforms.lora.extract import extract_lora as extract
 
     console, started = job.console, time.perf_counter()
-    if "://" not in job.output:
-        require_place(job.output, job.force)
+    require_place(OutputPlace(job.output, job.force, (job.input, tuned)))
     with open_file(console, job.input) as base, open_file(console, tuned) as other:
         note_state(console, base, job.state)
         with console.bar("extracting") as bar:

@@ -83,7 +83,7 @@ def merge(
         return formats.open_ranks(files, take_rank=take_rank, take_step=take_step)
 
     try:
-        rewrite(job, partial(_merged, dtype=dtype), opening=opening, full=full or None, to=to)
+        rewrite(job, partial(_merged, dtype=dtype), opening=opening, full=full or None, to=to, needed=())
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(job.console, checkpoint) from None
@@ -256,7 +256,7 @@ def _as_dtensors(job: options.WriteJob, ranks: int, of_mesh: dict[str, Any]) -> 
     for note in wrappers:
         console.note(note)
     note_fields(console, written)
-    companions.copy(console, dry=job.dry_run)
+    companions.copy(job)
     console.note(
         f"for ranks on {written.device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )

@@ -107,12 +107,12 @@ def _page(
 ) -> Page | None:
     if html is None:
         return None
-    from ...reporting.report import require_writable, write
+    from ...reporting.report import page_place, write
 
-    require_writable(html, files, force)
+    place = page_place(html, files, force)
 
     def write_page(*found: Any) -> None:
-        write(html, files, about(*found))
-        console.note(f"page -> {printable(html)}")
+        write(place, files, about(*found))
+        console.note(f"page -> {printable(place.path)}")
 
     return write_page

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
@@ -22,6 +23,7 @@ from ...inert_pickle.values import OrderedDict_
 from ...remote.urls import is_url
 from ...tensors.ref import TensorRef
 from ...tensors.source import Source
+from ..output import OutputPlace
 from ..reading import File, open_alone, opened
 from ..safetensors import NAME as SAFETENSORS
 from ..saving.destination import Saved, format_of_name
@@ -96,7 +98,7 @@ def delta(
         base_name: the name under which the base will lie beside the delta; its own when None.
         verify: True: apply what was written to the base, and compare the digest. False: do not compare the
             checksums of what is read either.
-        force: replace an existing file.
+        force: replace an existing file, which may be the newer one, and never a file of the base.
         dry_run: write nothing; the same result.
         progress: called with the number of bytes of the newer one after each piece.
         expect: called first, with about the number of bytes that progress will come to.
@@ -105,8 +107,8 @@ def delta(
         What was written, and how many tensors in which form.
 
     Raises:
-        UsageFault: there is a file already (OutputExists), the place can't be written, or its name ends as
-            that of another format.
+        UsageFault: there is a file already, or the base is it (OutputExists); the place can't be written, or
+            its name ends as that of another format.
         Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
             read; or `vllm` can't hold a change.
         Unreadable, Damaged, Unsupported: as for reading the two.
@@ -125,13 +127,15 @@ def delta(
         for each in (older, newer):
             if fault := elsewhere(each.path, each.tree):
                 raise fault
+        OutputPlace.at(name, force, (older,), newer).require()
         before = _versions(older, newer)
         if expect is not None:
             expect(newer.nbytes * (2 if verify else 1))
         job = _Job(older, newer, name, progress or (lambda count: None), base_name, verify is not False)
         file, entries, digest = _patch(job, state) if layout == VLLM else _delta(job)
         _require_unchanged(before, _versions(older, newer))
-        saved = save(file, name, to=SAFETENSORS, verify=verify, force=force, dry_run=dry_run)
+        choices: dict[str, Any] = {"verify": verify, "force": force, "dry_run": dry_run}
+        saved = save(file, name, to=SAFETENSORS, needed=(older,), **choices)
         if verify and layout is None and not dry_run and name != "-":
             _require_same(job, name)
         kinds = Counter(entry.kind for entry in entries.values())

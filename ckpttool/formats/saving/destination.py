@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.optimizer_view import OptimizerView
 from ...checkpoint.state import State
 from ...contract import noted
-from ...errors import OutputExists, UsageFault, already_exists
-from ...files.commit_folder import unmoved
+from ...errors import UsageFault
+from ...files.pieces import Progress
 from ...inert_pickle.known_names import names_in, names_that_run
 from ...inert_pickle.values import walk
 from ...tensors.ref import Storage, TensorRef
@@ -24,6 +24,7 @@ from ..dcp import reading as dcp
 from ..dcp import tree as dcp_tree
 from ..pytorch import zip as torch_zip
 from ..pytorch.tensor_pickle import written_device
+from ..reading import File
 from ..strangers import unwritable
 
 ENDINGS = {
@@ -64,6 +65,11 @@ class Destination:
     def is_folder(self) -> bool:
         return self.format in folders.NAMES
 
+    @property
+    def is_named_as_file(self) -> bool:
+        is_of_file = os.path.splitext(self.path)[1].lower() in ENDINGS
+        return is_of_file and not self.path.endswith(system.SEPARATORS)
+
 
 def destination(
     path: str, checkpoint: Checkpoint, to: str | None, *, full: bool | None = None, keep: bool = False
@@ -101,18 +107,33 @@ def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """The rarer choices of `save`, which says what each means."""
+
+    keep_copies: bool = False
+    kept: Collection[str] = ()
+    needed: Collection[File] = ()
+    device: str | None = None
+    progress: Progress | None = None
+    expect: Progress | None = None
+    resume: bool = False
+    recipe: str = ""
+    time: int | None = None
+
+
 def require_sense(
-    target: Destination, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
+    target: Destination, state: str | None, full: bool | None, shard_size: int | None, options: SaveOptions
 ) -> None:
     """Check that options do not contradict each other, and that each has an effect."""
-    path, kind = target.path, target.format
+    path, kind, device = target.path, target.format, options.device
     if full and state is not None:
         what = f"{path}: gets everything that is there, but one state of it was named ('{state}')"
         raise UsageFault(what, hint="leave out --full or --state")
     if full and kind == shards.TORCH:
         hint = f"write a .pt file, or shards of safetensors: --to {shards.SAFETENSORS}"
         raise UsageFault(f"{path}: {kind} holds only the model's state", hint=hint)
-    if keep_copies and (full or kind in PICKLES):
+    if options.keep_copies and (full or kind in PICKLES):
         hint = "leave out --keep-copies, or write safetensors without --full"
         raise UsageFault(f"{path}: keeps what is tied as one tensor, but copies were asked for", hint=hint)
     if shard_size is not None and kind not in (shards.SAFETENSORS, shards.TORCH):
@@ -123,6 +144,11 @@ def require_sense(
         raise UsageFault(f"{path}: {what}, but a shard size was given", hint=hint)
     if target.is_folder and path == "-":
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
+    if device is not None and kind not in PICKLES:
+        what = f"{path}: {kind} names no devices, but --device {device} was given"
+        raise UsageFault(what, hint="leave it out, or write a .pt file")
+    if device is not None and (device == "meta" or not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device)):
+        raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
 
 
 def parse_size(text: str) -> int:
@@ -132,39 +158,6 @@ def parse_size(text: str) -> int:
     if not size:
         raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 5G, 500MB or 1GiB")
     return size
-
-
-def require_place(checkpoint: Checkpoint, target: Destination, force: bool, kept: Collection[str]) -> None:
-    """Check that nothing is in the output's place, or that it may be replaced."""
-    path = target.path
-    if path == "-":
-        return
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
-        return
-    is_named_as_folder = path.endswith(system.SEPARATORS) or os.path.splitext(path)[1].lower() not in ENDINGS
-    is_place = target.is_folder and is_named_as_folder and os.path.isdir(path)
-    if is_place and not unmoved(path, lambda: os.listdir(path)):
-        return  # an empty folder has nothing to lose
-    for why, hint in _reasons(checkpoint, target, kept):
-        raise OutputExists(f"{path}: already exists, and {why}", hint=hint)
-    if not force:
-        raise already_exists(path)
-
-
-def _reasons(checkpoint: Checkpoint, target: Destination, kept: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield what keeps an output from being replaced even with `--force`, and what to do instead."""
-    path = target.path
-    if folders.is_part_of_input(checkpoint, path):
-        yield f"is a part of the input {checkpoint.path}", "name another output"
-    if not os.path.isdir(path):
-        if target.is_folder and os.path.exists(path):
-            yield f"is a file, where {target.format} is a folder", "name a new folder"
-    elif not target.is_folder:
-        yield "is a folder", "name a file in it"
-    elif others := folders.others(checkpoint, path, kept):
-        yield f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
 
 
 # The result.

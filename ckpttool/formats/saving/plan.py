@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,8 +16,6 @@ from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ...checkpoint.checksums import Checksums, each_once, reads_of, require_made
 from ...checkpoint.special_tensors import require_plain
 from ...errors import Damaged, Refused
-from ...files.commit import replacing
-from ...files.commit_folder import replacing_folder
 from ...files.copying import Output
 from ...files.dry_output import DryOutput, Planned
 from ...files.pieces import Progress
@@ -31,10 +29,11 @@ from ...tensors.source import Source
 from .. import folders, safetensors, shards
 from ..dcp import reading as dcp
 from ..dcp import tree as dcp_tree
+from ..output import OutputPlace
 from ..pytorch import zip as torch_zip
 from ..reading import open as open_any
 from ..reading import read
-from .destination import PICKLES, Destination, Saved, report
+from .destination import PICKLES, Destination, Saved, SaveOptions, report
 from .reading_back import read_back, require_same
 
 if TYPE_CHECKING:
@@ -51,15 +50,14 @@ class SavePlan:
         self,
         checkpoint: Checkpoint,
         target: Destination,
+        place: OutputPlace,
         where: str | None,
-        keep_copies: bool,
         shard_size: int | None,
-        kept: Collection[str],
-        time: int | None = None,
+        options: SaveOptions,
     ) -> None:
         if target.format == dcp.NAME and not target.full:
             checkpoint = dcp_tree.with_each_its_own(checkpoint)
-        self.checkpoint, self.where, self.kept, self.time = checkpoint, where, kept, time
+        self.checkpoint, self.place, self.where, self.options = checkpoint, place, where, options
         self.shard_size = shard_size or shards.DEFAULT_SIZE
         self.target, self.path, self.format, self.full = target, target.path, target.format, target.full
         checkpoint.require_whole()
@@ -76,7 +74,7 @@ class SavePlan:
             leave_out = f"leave it out: --exclude {shlex.quote(glob.escape(name))}"
             raise Damaged(checkpoint.path, f"'{name}' has {fault}: torch refuses it", hint=leave_out)
         self.ties: dict[str, str] = {}
-        if self.state is not None and not keep_copies and self.format not in PICKLES:
+        if self.state is not None and not options.keep_copies and self.format not in PICKLES:
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
 
     def tensors(self) -> Tensors:
@@ -108,10 +106,9 @@ class SavePlan:
             moved = sum(tensor.nbytes for tensor in self._flat[0].values())
         return moved + (2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0)
 
-    def carried_out(
-        self, verify: bool | None, dry_run: bool, progress: Progress | None, resume: bool | None, recipe: str
-    ) -> Saved:
+    def carried_out(self, verify: bool | None, dry_run: bool) -> Saved:
         """Write, and compare what was read and written before it takes its place."""
+        progress = self.options.progress
         require_made(self.used)
         is_compared = not dry_run if verify is None else verify
         is_announced = self.format in (shards.SAFETENSORS, shards.TORCH)  # as they are written
@@ -126,7 +123,7 @@ class SavePlan:
                 checksums.finish()
                 self.compare(written, values=bool(verify), progress=progress)
 
-            attempt = self._attempt(resume, recipe, computed=bool(recipe) and not checksums.compares)
+            attempt = self._attempt(computed=bool(self.options.recipe) and not checksums.compares)
 
             def opened(file: BinaryIO) -> Output:
                 written = attempt.written(file) if attempt else None
@@ -134,17 +131,17 @@ class SavePlan:
 
             return self.write(opened, check, attempt)
 
-    def _attempt(self, resume: bool | None, recipe: str, *, computed: bool) -> Attempt | None:
+    def _attempt(self, *, computed: bool) -> Attempt | None:
         """Return what keeps an interrupted output of remote files; None for any other."""
-        sources = self.sources
-        if resume is None or self.path == "-" or self.format == dcp.NAME:
-            return None
+        sources, resume = self.sources, self.options.resume
+        if self.place.is_uploaded or self.path == "-" or self.format == dcp.NAME:
+            return None  # what is uploaded is kept nowhere
         if all(source.is_local for source in sources) or not all(source.version[1] for source in sources):
             return None  # who could tell whether it has changed since?
         from ...files.resuming import Attempt
 
         opened = sorted({*versions(), *(repr(source.version) for source in sources)})
-        plan = Planned((recipe, opened))
+        plan = Planned((self.options.recipe, opened))
         if self.format in folders.NAMES:
             cut, index = self._shards()
             for name, tensors in cut.items():
@@ -174,17 +171,18 @@ class SavePlan:
         """Write the output and put it in place."""
         if self.format in folders.NAMES:
             return self._write_folder(opened, check, attempt)
-        with replacing(self.path, attempt, self.time) as file:
+        with self.place.file(attempt, self.options.time) as file:
             with opened(file) as out:
                 self._write(out)
             check(read(Source(self.path, os.dup(file.fileno()))))
         return self._saved(out.position)
 
     def _write_folder(self, opened: shards.Opened, check: Check, attempt: Attempt | None) -> Saved:
-        stay = [name for name in self.kept if os.path.lexists(os.path.join(self.path, name))]
+        kept = self.options.kept
+        stay = [name for name in kept if os.path.lexists(os.path.join(self.path, name))]
         stay += folders.companions(self.checkpoint, self.path)
         replaced = folders.replaced_by(self.checkpoint, self.path)
-        with replacing_folder(self.path, replaced, {*stay}, attempt) as new:
+        with self.place.folder(replaced, {*stay}, attempt) as new:
             if self.format == dcp.NAME:
                 with needing_torch("writing a DCP folder"):
                     from ..dcp.writing import write as write_dcp

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
-from ...errors import UsageFault
-from ...files.commit import require_folder
-from ...files.pieces import Progress
-from ...remote.places import uploading
-from ..strangers import output_at
-from .destination import PICKLES, Destination, Saved, destination, require_place, require_sense
+from .. import folders
+from ..output import OutputPlace
+from .destination import Saved, SaveOptions, destination, require_sense
 from .plan import SavePlan
-
-
-def _require_device(target: Destination, device: str) -> None:
-    if target.format not in PICKLES:
-        what = f"{target.path}: {target.format} names no devices, but --device {device} was given"
-        raise UsageFault(what, hint="leave it out, or write a .pt file")
-    if not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device) or device == "meta":
-        raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
 
 
 @takes_checkpoint
@@ -32,19 +20,12 @@ def save(
     *,
     state: str | None = None,
     full: bool | None = None,
-    keep_copies: bool = False,
     to: str | None = None,
     shard_size: int | None = None,
     verify: bool | None = None,
     force: bool = False,
-    kept: Collection[str] = (),
     dry_run: bool = False,
-    device: str | None = None,
-    progress: Progress | None = None,
-    expect: Progress | None = None,
-    resume: bool = False,
-    recipe: str = "",
-    time: int | None = None,
+    **more: Any,
 ) -> Saved:
     """Write a checkpoint.
 
@@ -57,16 +38,20 @@ def save(
             temporary file, and then uploaded.
         state: dotted path of the model's state; None to find it.
         full: write everything, also into a format of tensors; None: only if the input is already such a file.
-        keep_copies: write a tied tensor once per name, instead of recording the tie.
         to: the format; None: that of the folder which is there, or the one that the name's ending says.
         shard_size: the most bytes of a shard, in sharded formats; 5 GB when None.
         verify: None compares what is read with the checksums that its file states. True: also reads back the
             values that were written. False: does not compare checksums either.
         force: replace an existing output. Of a folder only the files of the checkpoint in it are replaced;
-            if it holds others, it must be the one that the checkpoint was read from, where they stay.
-        kept: names of other files that may be in a folder which is replaced, and stay in it.
+            if it holds others, it must be the one that the checkpoint was read from, where they stay. A part
+            of an input is never replaced, nor the base of a delta that is one.
         dry_run: write nothing: the same result, exact size included, and the same errors. Of DCP the size is
             that of the values alone, and an error of torch's own library is not foreseen.
+        more: any of the following.
+        keep_copies: write a tied tensor once per name, instead of recording the tie.
+        kept: names of other files that may be in a folder which is replaced, and stay in it.
+        needed: further inputs, paths or open checkpoints, that are needed beside the output: no file of them
+            is replaced, with `force` either.
         device: the device that a `.pt` tags its storages with, as `cpu`; None keeps those of the file.
         progress: called with the number of bytes after each piece, also of values that are read back.
         expect: called first, with about the number of bytes that progress will come to; again before an
@@ -81,7 +66,7 @@ def save(
         What was written, and by name what was not.
 
     Raises:
-        TypeError: `checkpoint` is something else, such as a path.
+        TypeError: `checkpoint` is something else, such as a path; or there is no such option.
         OutputExists: there is something at `path`, and `force` is not given or can't help.
         UsageFault: the ending says no format, options contradict each other, or the place can't be written.
         Refused, NoState: the format can't hold something; there is no state, or none at `state`.
@@ -95,19 +80,21 @@ def save(
         >>> saved.keys, saved.left_out
         (7, ('optimizer', 'epoch'))
     """
-    named = output_at(os.fspath(path))
-    upload = uploading(named, replace=force, dry_run=dry_run, progress=progress, expect=expect)
-    with upload as name:
-        target = destination(name, checkpoint, to, full=full)
-        require_sense(target, state, full, keep_copies, shard_size)
-        if device is not None:
-            _require_device(target, device)
-            checkpoint = replace(checkpoint, device=device)
-        require_place(checkpoint, target, force, kept)
-        require_folder(name)
-        plan = SavePlan(checkpoint, target, state, keep_copies, shard_size, kept, time)
-        if expect is not None:
-            expect(0 if dry_run else plan.work(bool(verify)))
-        going_on = resume if name == named else None  # what is uploaded is kept nowhere
-        saved = plan.carried_out(verify, dry_run, progress, going_on, recipe)
-    return replace(saved, path=named)
+    options = SaveOptions(**more)
+    named = OutputPlace.at(path, force, options.needed, checkpoint)
+    with named.local(dry_run, options.progress, options.expect) as place:
+        target = destination(place.path, checkpoint, to, full=full)
+        require_sense(target, state, full, shard_size, options)
+        if options.device is not None:
+            checkpoint = replace(checkpoint, device=options.device)
+
+        def stay() -> list[str]:
+            return [*options.kept, *folders.companions(checkpoint, place.path)]
+
+        replaced = folders.replaced_by(checkpoint, place.path) if target.is_folder else None
+        place.require(replaced, stay, target.format, may_be_empty=not target.is_named_as_file)
+        plan = SavePlan(checkpoint, target, place, state, shard_size, options)
+        if options.expect is not None:
+            options.expect(0 if dry_run else plan.work(bool(verify)))
+        saved = plan.carried_out(verify, dry_run)
+    return replace(saved, path=named.path)

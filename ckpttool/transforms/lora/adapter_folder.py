@@ -12,16 +12,14 @@ from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...errors import UsageFault
 from ...files.commit import writing_into
-from ...files.commit_folder import replacing_folder, require_replaceable
 from ...files.copying import Output
 from ...files.dry_output import DryOutput
 from ...files.pieces import Progress
 from ...formats import safetensors
+from ...formats.output import OutputPlace
 from ...formats.reading import open as open_any
 from ...formats.saving.reading_back import read_back, require_same
 from ...formats.shards import ADAPTERS
-from ...formats.strangers import output_at
-from ...remote.places import uploading
 from .adapter import CONFIG
 
 
@@ -78,16 +76,17 @@ def save_adapter(
         >>> ckpttool.open_adapter("learnt").config["r"]
         1
     """
-    named, tensors = output_at(os.fspath(path)), checkpoint.tree
+    named, tensors = OutputPlace.at(path, force, (checkpoint,)), checkpoint.tree
     text = json.dumps(config, indent=2).encode() + b"\n"
-    with uploading(named, replace=force, dry_run=dry_run, progress=progress) as name:
-        require_place(name, force)
+    with named.local(dry_run, progress) as place:
+        name = place.path
+        require_place(place)
         if dry_run:
             dry = DryOutput()
             safetensors.write(checkpoint.path, tensors, checkpoint.metadata, dry)
-            return SavedAdapter(named, dry.position + len(text), len(tensors))
+            return SavedAdapter(named.path, dry.position + len(text), len(tensors))
         read = checkpoint.storages() if verify is not False else ()
-        with replacing_folder(name, _replaced) as new:
+        with place.folder(_replaced) as new:
             file = os.path.join(new.path, ADAPTERS[0])
             with Checksums(checkpoint, read) as checksums:
                 with writing_into(file) as raw, Output(raw, progress=progress) as out:
@@ -98,14 +97,14 @@ def save_adapter(
             with read_back(name, new.path), open_any(file) as written:
                 again = written.state("").tensors
                 require_same(name, again, tensors, values=bool(verify), progress=progress)
-    return SavedAdapter(named, out.position + len(text), len(tensors))
+    return SavedAdapter(named.path, out.position + len(text), len(tensors))
 
 
-def require_place(path: str, force: bool) -> None:
+def require_place(place: OutputPlace) -> None:
     """Raise OutputExists or UsageFault unless an adapter's folder may be written."""
-    if path == "-":
+    if place.path == "-":
         raise UsageFault("-: an adapter is a folder, and can't be streamed", hint="name a folder")
-    require_replaceable(path, _replaced, force=force)
+    place.require(_replaced)
 
 
 def _replaced(folder: str) -> list[str]:

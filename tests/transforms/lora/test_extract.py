@@ -313,7 +313,7 @@ def test_an_existing_folder_is_replaced_only_if_it_holds_an_adapter_alone(tmp_pa
         with pytest.raises(OutputExists, match="already exists"):
             ckpttool.save_adapter(adapter, report.config, tmp_path / "adapter")
         (tmp_path / "adapter" / "notes.txt").write_text("mine")
-        with pytest.raises(OutputExists, match=re.escape("holds other files (notes.txt)")):
+        with pytest.raises(OutputExists, match=re.escape("holds other files too (notes.txt)")):
             ckpttool.save_adapter(adapter, report.config, tmp_path / "adapter", force=True)
         for path in ("-", tmp_path / "no" / "folder"):
             with pytest.raises(UsageFault):
