@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckpttool.transforms.optimizer.names import rename_parameters
+from ckpttool.transforms.keys import rename_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
