@@ -108,7 +108,7 @@ def prepare(config: TrainConfig) -> Job:
     data = data_set.load(config.data, seed=seed, batch_size=config.batch.size, collate=collate)
     data = data_set.with_others(config.data, data, batch_size=config.batch.size, collate=collate)
     randomness.seed_all(randomness.seed_from(seed, "weights"))
-    task = tasks.build(config.data.task, data, own_task, config.task, config.augment)
+    task = tasks.build(config, data, own_task)
     model = models.build(config.model.name, shape=data.shape, classes=task.outputs(data))
     preflight.check(config, data, model, place, task)
     init, may_miss = config.model.init, config.model.init_allow_missing

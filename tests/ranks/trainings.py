@@ -78,8 +78,14 @@ def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> fl
 
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
-    config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
-    return Trainer(config, data, model, place(rank, world_size), tasks.build(config, data))
+    config = TrainConfig.of(**{"scheduler": "none", "decay_norms": True, **settings})
+    return Trainer(
+        config,
+        data,
+        model,
+        place(rank, world_size),
+        tasks.build(config, data),
+    )
 
 
 def wholes(trainer: Trainer) -> list[torch.Tensor]:

@@ -375,4 +375,10 @@ def test_without_zstd_deltas_are_refused_before_training(monkeypatch):
     data, model = trainings.tensors(runs.SHAPE, 20), trainings.seeded(runs.steady)
     config = command_line.parse(["--keep-deltas", "4"])
     with pytest.raises(UsageFault, match="zstd, which is not installed"):
-        preflight.check(config, data, model, trainings.place(0, 1), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            model,
+            trainings.place(0, 1),
+            tasks.build(config, data),
+        )

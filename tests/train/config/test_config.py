@@ -23,8 +23,17 @@ def be_rank(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
 
 def test_the_defaults_are_those_in_the_manual():
     config = command_line.parse([])
-    assert (config.data, config.model, config.batch_size, config.out) == ("digits", "simple-cnn", 64, None)
-    assert (config.save_every, config.keep, config.resume) == (Every(1, "epochs"), 0, None)
+    assert (config.data.name, config.model.name, config.batch.size, config.saving.out) == (
+        "digits",
+        "simple-cnn",
+        64,
+        None,
+    )
+    assert (config.saving.save_every, config.saving.keep, config.saving.resume) == (
+        Every(1, "epochs"),
+        0,
+        None,
+    )
 
 
 UNITS = {
@@ -39,7 +48,7 @@ UNITS = {
 @pytest.mark.parametrize(("text", "unit"), [(text, unit) for unit, each in UNITS.items() for text in each])
 def test_save_every_counts_epochs_steps_or_time(text, unit):
     config = command_line.parse(["--save-every", text])
-    assert config.save_every == (3, unit)
+    assert config.saving.save_every == (3, unit)
     assert command_line.parse(command_line.arguments_of(config)) == config
 
 
@@ -61,13 +70,13 @@ def test_an_interval_that_is_none_is_named_as_it_was_typed(text):
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5 hrs", 5400), ("1e3s", 1000), ("2mins", 120)])
 def test_a_time_may_have_a_unit(text, seconds):
-    assert command_line.parse(["--max-time", text]).max_time == seconds
+    assert command_line.parse(["--max-time", text]).training.max_time == seconds
 
 
 def test_flags_that_are_not_given_get_the_optimizers_defaults():
     adamw = command_line.parse(["--optimizer", "adamw", "--lr", "0.5"])
-    assert (adamw.lr, adamw.weight_decay) == (0.5, 0.01)
-    assert command_line.parse([]).lr == 0.1
+    assert (adamw.optimizer.lr, adamw.optimizer.weight_decay) == (0.5, 0.01)
+    assert command_line.parse([]).optimizer.lr == 0.1
 
 
 LINES = [
@@ -94,12 +103,12 @@ def test_a_configuration_becomes_flags_again_without_defaults(line):
 
 
 def test_a_rank_batch_stands_for_the_batch_size():
-    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch_size == 12
-    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch_size == 12
+    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch.size == 12
+    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch.size == 12
 
 
 def test_resume_without_a_value_means_auto():
-    assert command_line.parse(["--resume", "--out", "x"]).resume == "auto"
+    assert command_line.parse(["--resume", "--out", "x"]).saving.resume == "auto"
 
 
 # ---- flags that are mistyped ---------------------------------------------------------------------------

@@ -149,8 +149,8 @@ def files():
 
 def trained(rank: int, size: int, spec: str) -> tuple[int, int]:
     """Check and train; return the samples that were used, and those that were left out."""
-    config, model = TrainConfig(data=spec, batch_size=6, skip_damaged=True, epochs=1), models.simple_cnn(2)
-    data, place = data_set.load(config), trainings.place(rank, size)
+    config, model = TrainConfig.of(data=spec, batch_size=6, skip_damaged=True, epochs=1), models.simple_cnn(2)
+    data, place = data_set.load(config.data), trainings.place(rank, size)
     task = tasks.build(config, data)
     preflight.check(config, data, model, place, task)
     trainer = Trainer(config, data, model, place, task)
@@ -161,4 +161,4 @@ def trained(rank: int, size: int, spec: str) -> tuple[int, int]:
 def test_damaged_samples_are_left_out_also_where_they_are_looked_at_before_training(run_ranks, own):
     assert run_ranks(2, trained, f"{own}:files") == [(17, 3)] * 2
     with pytest.raises(Damaged, match=r"0\.png: is cut short"):
-        data_set.load(TrainConfig(data=f"{own}:files"))
+        data_set.load(TrainConfig.of(data=f"{own}:files").data)

@@ -156,7 +156,7 @@ def on_ranks(rank: int, size: int, kind: str, settings: dict[str, Any]) -> tuple
     is_texts = kind == "padded texts"
     data = data_of(samples(), "classification" if is_texts else "own.py:task")
     usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS}
-    config = TrainConfig(**usual, **SETTINGS, **settings)
+    config = TrainConfig.of(**usual, **SETTINGS, **settings)
     own = types.SimpleNamespace(loss=loss, forward=lambda model, batch: KINDS[kind].forward(model, batch))
     task = tasks.build(config, data) if is_texts else tasks.adapt(own, "own.py:task")
     place = trainings.place(rank, size)
@@ -264,9 +264,11 @@ def own(tmp_path: Path) -> str:
 
 def prepared(own: str, data: str, task: str = "classification") -> tuple[TrainConfig, Data, Any]:
     """Check a training as train/main.py does; return its configuration, data and task."""
-    config = TrainConfig(data=f"{own}:{data}", model=f"{own}:model", task=task.format(own=own), batch_size=4)
-    made = tasks.users(config)
-    loaded = data_set.load(config, collate=tasks.collate_of(made, config))
+    config = TrainConfig.of(
+        data=f"{own}:{data}", model=f"{own}:model", task=task.format(own=own), batch_size=4
+    )
+    made = tasks.users(config.data.task)
+    loaded = data_set.load(config.data, collate=tasks.collate_of(made, config.data.task))
     task_ = tasks.build(config, loaded, made)
     preflight.check(config, loaded, OfTexts().double(), trainings.place(0, 1), task_)
     return config, loaded, task_
@@ -318,10 +320,16 @@ class Lists(nn.Linear):
 
 
 def test_a_model_whose_mean_is_of_an_unknown_number_of_samples_is_refused():
-    config = TrainConfig(task="model-loss", batch_size=3, optimizer="sgd")
+    config = TrainConfig.of(task="model-loss", batch_size=3, optimizer="sgd")
     data = data_of(Boxes(), "model-loss")
     with pytest.raises(UsageFault, match="--task model-loss: finds 3 samples in a batch of 1"):
-        preflight.check(config, data, Lists(3, 1).double(), trainings.place(0, 1), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            Lists(3, 1).double(),
+            trainings.place(0, 1),
+            tasks.build(config, data),
+        )
 
 
 def another_on_one_rank(rank: int, size: int) -> Any:

@@ -23,7 +23,7 @@ from train.data import data_set as data
 
 
 def load(name: str, **flags: Any) -> data.Data:
-    return data.load(DataConfig(data=name, **flags))
+    return data.load(DataConfig(name=name, **flags))
 
 
 def labels(samples: Any) -> list[int]:
@@ -168,7 +168,7 @@ def make_folder(root: Path, classes: dict[str, int], size: tuple[int, int] = (6,
 
 
 def load_test(root: Path, **flags: Any) -> data.Data:
-    return data.load_test(DataConfig(data=f"folder:{root}", **flags))
+    return data.load_test(DataConfig(name=f"folder:{root}", **flags))
 
 
 def test_a_folder_with_train_and_test_is_already_divided(tmp_path):
@@ -279,7 +279,7 @@ def test_a_users_factory_returns_both_data_sets(own):
 
 def test_a_factory_may_return_training_samples_alone(own):
     assert load(f"{own}:one").test is None
-    assert len(data.load(DataConfig(data=f"{own}:one", test_data=f"{own}:plain")).test) == 4
+    assert len(data.load(DataConfig(name=f"{own}:one", test_data=f"{own}:plain")).test) == 4
 
 
 def test_a_factory_that_returns_something_else_is_refused_with_what_is_needed(own):
@@ -301,7 +301,7 @@ def seed_all(seed: int) -> None:
 
 def test_random_user_data_depends_only_on_seed_epoch_and_sample(own):
     def train_of(seed: int) -> Any:
-        return data.load(DataConfig(data=f"{own}:restless"), seed=seed).train
+        return data.load(DataConfig(name=f"{own}:restless"), seed=seed).train
 
     seed_all(0)
     first = train_of(1)

@@ -31,10 +31,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def opened(folder: str, **settings: Any) -> Stream:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=f"hf:{folder}", task="model-loss", batch_size=BATCH, shuffle_window=4, **settings
     )
-    stream = data_set.load(config).train
+    stream = data_set.load(config.data).train
     assert isinstance(stream, Stream)
     stream.batch_size = BATCH
     return stream
@@ -80,8 +80,10 @@ def test_it_goes_on_from_any_step_in_another_process(folder, tmp_path):
 
 
 def test_a_split_to_test_with_and_packed_documents(folder):
-    config = TrainConfig(data=f"hf:{folder}", test_data=f"hf:{folder}:test", task="model-loss", max_steps=1)
-    data = data_set.load(config)
+    config = TrainConfig.of(
+        data=f"hf:{folder}", test_data=f"hf:{folder}:test", task="model-loss", max_steps=1
+    )
+    data = data_set.load(config.data)
     assert len(data.test) == 1
     for shard in range(3):
         Path(folder, f"train-{shard}.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{"input_ids": [5, 6]}')
@@ -93,8 +95,8 @@ def test_a_split_to_test_with_and_packed_documents(folder):
 
 
 def test_all_rows_of_unequal_shards_to_test_with_are_there_in_their_order(folder):
-    config = TrainConfig(data=f"hf:{folder}", test_data=f"hf:{folder}", task="model-loss", max_steps=1)
-    rows = [tuple(row["x"].tolist()) for row in data_set.load(config).test]
+    config = TrainConfig.of(data=f"hf:{folder}", test_data=f"hf:{folder}", task="model-loss", max_steps=1)
+    rows = [tuple(row["x"].tolist()) for row in data_set.load(config.data).test]
     assert rows == [(shard, row) for row in range(10) for shard in range(6) if row < 5 + shard]
 
 
@@ -102,4 +104,4 @@ def test_what_is_not_there_is_named(folder):
     with pytest.raises(Unreadable, match="hf:"):
         opened(f"{folder}/none")
     with pytest.raises(UsageFault, match="no column of classes among x, label"):
-        data_set.load(TrainConfig(data=f"hf:{folder}"))
+        data_set.load(TrainConfig.of(data=f"hf:{folder}").data)

@@ -368,8 +368,13 @@ def test_samples_that_differ_later_in_the_stream_are_found_before_they_train(run
 
 
 def test_samples_that_differ_in_two_loading_processes_are_found():
-    data, config = numbers(Late), TrainConfig(scheduler="none", workers=2, batch_size=BATCH)
-    feed = Feed(config, data, tasks.build(config, data), trainings.place(0, 1))
+    data, config = numbers(Late), TrainConfig.of(scheduler="none", workers=2, batch_size=BATCH)
+    feed = Feed(
+        config,
+        data,
+        tasks.build(config, data),
+        trainings.place(0, 1),
+    )
     batches = feed.batches(feed.plan.of_rank(0, 0, 1), Progress())
     with pytest.raises(CheckFailed, match="sample 256 of a lane is another one in each process that loads"):
         list(itertools.islice(batches, 40))
@@ -444,20 +449,26 @@ def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processe
     data, place = stream("one", Drawn), trainings.place(0, 1)
     task = tasks.build(TrainConfig(), data)
     for settings, ranks in (({}, 2), ({"workers": 2}, 1)):
-        config = TrainConfig(scheduler="none", **settings)
+        config = TrainConfig.of(scheduler="none", **settings)
         with pytest.raises(UsageFault, match="gives other samples each time it is read"):
             preflight.check(config, data, linear(), replace(place, world_size=ranks), task)
-    preflight.check(TrainConfig(scheduler="none"), data, linear(), place, task)
+    preflight.check(TrainConfig.of(scheduler="none"), data, linear(), place, task)
     assert "read as a check, are lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{"block_size": 8}, {"shuffle_window": 8}])
 def test_settings_of_streams_are_refused_where_they_would_change_nothing(settings):
-    config = TrainConfig(**settings)
-    data = data_set.load(config)
+    config = TrainConfig.of(**settings)
+    data = data_set.load(config.data)
     (name,) = settings
     with pytest.raises(UsageFault, match=f"--{name.replace('_', '-')}: --data digits has samples by index"):
-        preflight.check(config, data, nn.Linear(2, 2), trainings.place(0, 1), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            nn.Linear(2, 2),
+            trainings.place(0, 1),
+            tasks.build(config, data),
+        )
 
 
 @pytest.mark.parametrize(
@@ -472,27 +483,54 @@ def test_settings_of_streams_are_refused_where_they_would_change_nothing(setting
     ],
 )
 def test_settings_that_need_the_numbers_of_samples_are_refused(settings, wrong):
-    data, config = stream("one"), TrainConfig(**settings)
+    data, config = stream("one"), TrainConfig.of(**settings)
     with pytest.raises(UsageFault, match=wrong):
-        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            linear(),
+            trainings.place(0, 1),
+            tasks.build(config, data),
+        )
 
 
 @pytest.mark.parametrize(
     "settings", [{"best": "loss"}, {"keep_best": 2}, {"stop_early": 3}, {"also_test": ("ood=fake:9",)}]
 )
 def test_what_needs_scores_is_refused_where_nothing_is_scored(settings):
-    data, config = stream("one"), TrainConfig(scheduler="none", **settings)
+    data, config = stream("one"), TrainConfig.of(scheduler="none", **settings)
     (name,) = settings
     with pytest.raises(UsageFault, match=f"--{name.replace('_', '-')}: --data digits has no test samples"):
-        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            linear(),
+            trainings.place(0, 1),
+            tasks.build(config, data),
+        )
 
 
 def test_a_schedule_longer_than_the_stream_says_it_is_is_refused():
-    data, config = stream("one"), TrainConfig(scheduler="none", warmup=Every(99, "steps"), batch_size=BATCH)
-    preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+    data, config = (
+        stream("one"),
+        TrainConfig.of(scheduler="none", warmup=Every(99, "steps"), batch_size=BATCH),
+    )
+    preflight.check(
+        config,
+        data,
+        linear(),
+        trainings.place(0, 1),
+        tasks.build(config, data),
+    )
     data.train.length = SAMPLES
     with pytest.raises(UsageFault, match="--warmup 99steps: is 99 steps, but the whole training has only 60"):
-        preflight.check(config, data, linear(), trainings.place(0, 1), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            linear(),
+            trainings.place(0, 1),
+            tasks.build(config, data),
+        )
 
 
 def run_longer_than_said(rank: int, size: int, folder: str) -> str:
@@ -522,7 +560,7 @@ def test_a_schedule_that_ends_before_the_stream_is_said(run_ranks, tmp_path):
 
 def test_the_source_of_a_stream_may_make_the_batches(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:ragged"))
+    data = data_set.load(TrainConfig.of(data=f"{tmp_path}/own.py:ragged").data)
     data.train.batch_size = 4
     places, place = [[0, 1, 2, 3], [4, 5, 6, 7]], trainings.place(0, 1)
     for workers in (0, 2):
@@ -582,8 +620,8 @@ def test_an_empty_stream_and_one_without_an_end_to_test_with_are_refused(tmp_pat
     wrong = {"empty": "there are no training samples", "endless": "more than 50 test samples"}
     for name, what in wrong.items():
         with pytest.raises(UsageFault, match=what):
-            data_set.load(TrainConfig(data=f"{tmp_path}/own.py:{name}"))
-    data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:both"))
+            data_set.load(TrainConfig.of(data=f"{tmp_path}/own.py:{name}").data)
+    data = data_set.load(TrainConfig.of(data=f"{tmp_path}/own.py:both").data)
     assert len(data.test) == 7
     assert data.classes == ("a", "b")
 

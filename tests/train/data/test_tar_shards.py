@@ -18,7 +18,7 @@ from PIL import Image
 
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
-from train.config.sections import TrainConfig
+from train.config.sections import DataConfig
 from train.data import data_set
 from train.data.batches import Undamaged, batch_of, load
 from train.data.formats import TarShards
@@ -48,10 +48,10 @@ def opened(*paths: str, labelled: bool = True, skip_damaged: bool = False) -> Ta
     return parts.train
 
 
-def config(paths: str, *, labelled: bool = True, **settings: Any) -> TrainConfig:
+def config(paths: str, *, labelled: bool = True, **settings: Any) -> DataConfig:
     task = "classification" if labelled else "model-loss"
     paths = f"{{{paths}}}" if "," in paths else paths
-    return TrainConfig(data=f"wds:{paths}", task=task, mean=(0.0,), std=(1.0,), **settings)
+    return DataConfig(name=f"wds:{paths}", task=task, mean=(0.0,), std=(1.0,), **settings)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -43,10 +42,12 @@ def test_each_token_but_a_files_first_is_a_target_once(tmp_path, block):
 
 def test_more_files_to_test_with_are_named_by_also_test(tmp_path):
     names = [write(tmp_path / f"{n}.bin", range(10 * n + 1)) for n in (1, 2, 3)]
-    config = TrainConfig(data=f"tokens:{names[0]}", task="language-model", block_size=5, test_data="fake:1")
-    data = data_set.load(replace(config, test_data=f"tokens:{names[1]}"))
-    named = replace(config, also_test=(f"ood=tokens:{names[2]}",))
-    (name, other), *_ = data_set.with_others(named, data).others.items()
+    config = TrainConfig.of(
+        data=f"tokens:{names[0]}", task="language-model", block_size=5, test_data="fake:1"
+    )
+    data = data_set.load(config.changed(test_data=f"tokens:{names[1]}").data)
+    named = config.changed(also_test=(f"ood=tokens:{names[2]}",))
+    (name, other), *_ = data_set.with_others(named.data, data).others.items()
     assert (name, len(data.test), len(other.test)) == ("ood", 4, 6)
 
 
@@ -99,4 +100,4 @@ def test_what_is_no_token_file_is_refused(tmp_path):
         ({"block_size": 4, "task": "language-model"}, "there are no training samples"),
     ):
         with pytest.raises(UsageFault, match=wrong):
-            data_set.load(TrainConfig(data=f"tokens:{empty}", **flags))
+            data_set.load(TrainConfig.of(data=f"tokens:{empty}", **flags).data)

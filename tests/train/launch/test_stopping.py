@@ -44,7 +44,7 @@ def told(
     """
     number, long = settings.pop("signal", signal.SIGTERM), settings.pop("long", run.LONG)
     usual = {"epochs": 2, "batch_size": runs.BATCH, "lr": 0.05, "timeout": 20.0, "eval_batch": 2, **SELDOM}
-    config = TrainConfig(**{"out": folder, **usual, **settings})
+    config = TrainConfig.of(**{"out": folder, **usual, **settings})
     data, model = trainings.tensors(runs.SHAPE, runs.SAMPLES), trainings.seeded(runs.restless)
     (where, when), calls = how, itertools.count()
 
@@ -61,7 +61,14 @@ def told(
         patch.setattr(owner, name, struck)
         patch.setattr(run, "SPACING", 0.0)  # these steps take milliseconds
         patch.setattr(run, "LONG", long)
-        job = Job(config, trainings.place(rank, size), data, model, tasks.build(config, data), [])
+        job = Job(
+            config,
+            trainings.place(rank, size),
+            data,
+            model,
+            tasks.build(config, data),
+            [],
+        )
         with contextlib.redirect_stdout(None):
             return train(job)
 

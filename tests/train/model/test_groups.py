@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpttool.errors import UsageFault
 from train.config import command_line
-from train.config.sections import TrainConfig
+from train.config.sections import OptimizerConfig, TrainConfig
 from train.model import groups
 from train.model import optimizer as optimizers
 from train.model.groups import groups_of, layers_of
@@ -36,8 +36,8 @@ class Vision(nn.Module):
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 10)
 
 
-def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(**{"lr": 1.0, "momentum": 0.0, "weight_decay": 0.1, **settings})
+def config(**settings: Any) -> OptimizerConfig:
+    return TrainConfig.of(**{"lr": 1.0, "momentum": 0.0, "weight_decay": 0.1, **settings}).optimizer
 
 
 def rates(model: nn.Module, **settings: Any) -> dict[str, float]:

@@ -15,7 +15,7 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from train.checkpoint import format as checkpoints
 from train.config.flags import Every
-from train.config.sections import TrainConfig
+from train.config.sections import OptimizerConfig, TrainConfig
 from train.model import groups, updater
 from train.model import optimizer as optimizers
 
@@ -39,8 +39,8 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(**{"momentum": 0.0, "weight_decay": 0.1, **settings})
+def config(**settings: Any) -> OptimizerConfig:
+    return TrainConfig.of(**{"momentum": 0.0, "weight_decay": 0.1, **settings}).optimizer
 
 
 def named(optimizer: Any) -> list[tuple[list[str], float]]:
@@ -84,7 +84,7 @@ def test_every_optimizer_of_torch_is_found_and_follows_torch(name):
     reference = kind(theirs.parameters(), lr=0.01, **({"weight_decay": decay} if decay else {}))
     for spelt in (name, name.lower()):
         both = config(optimizer=spelt, lr=0.01, decay_norms=True, weight_decay=decay)
-        optimizers.check(both, ours)
+        optimizers.check(both, ours, "net")
         optimizer = optimizers.build_optimizer(both, ours)
     for _ in range(3):
         one_step(ours, optimizer, torch.ones(4, 3))
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "closure": ({"optimizer": "LBFGS"}, "--optimizer LBFGS: calls the model several times in a step"),
     "sparse": ({"optimizer": "sparseadam"}, "--optimizer sparseadam: needs sparse gradients"),
     "complex": ({"optimizer": "adafactor"}, "Adafactor does not support complex parameters"),
-    "no matrix": ({"optimizer": "muon"}, "muon: can't train simple-cnn: it has no matrix before the last"),
+    "no matrix": ({"optimizer": "muon"}, "muon: can't train net: it has no matrix before the last"),
     "muon, zero": ({"optimizer": "Muon", "zero": True}, "--zero: muon's state is not divided"),
     "two dtypes": ({"zero": True}, "--zero: needs parameters of one dtype, but"),
 }
@@ -110,14 +110,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_can_not_be_used_is_refused_by_name(what):
     settings, said = REFUSED[what]
     with pytest.raises(UsageFault, match=re.escape(said)) as caught:
-        optimizers.check(config(**settings), Net())
+        optimizers.check(config(**settings), Net(), "net")
     assert caught.value.exit_code == 2
 
 
 def test_the_check_leaves_the_model_as_it_was():
     model = Net()
     before = copy.deepcopy(model.state_dict())
-    optimizers.check(config(optimizer="adamw"), model)
+    optimizers.check(config(optimizer="adamw"), model, "net")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -173,7 +173,7 @@ RATES = {
 @pytest.mark.parametrize("course", RATES)
 def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course):
     optimizer = optimizers.build_optimizer(config(lr=2.0), Net())
-    chosen = TrainConfig(scheduler=course, warmup=Every(2, "steps"), epochs=2)
+    chosen = TrainConfig.of(scheduler=course, warmup=Every(2, "steps"), epochs=2)
     scheduler = updater.build_scheduler(chosen, optimizer, 6)
     met = []
     for _ in range(6):

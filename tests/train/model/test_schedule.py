@@ -16,8 +16,8 @@ from train.model import updater
 
 
 def factors(steps: int = 10, **settings: Any) -> list[float]:
-    config = TrainConfig(**{"lr": 1.0, "epochs": 1, **settings})
-    rate = updater.rate_of(config, steps, steps)
+    config = TrainConfig.of(**{"lr": 1.0, "epochs": 1, **settings})
+    rate = updater.rate_of(config.schedule, config.optimizer.lr, steps, steps)
     return [rate(step) for step in range(steps)]
 
 
@@ -27,8 +27,8 @@ def test_a_minimum_is_where_the_schedule_ends_and_the_warm_up_still_begins_at_ze
     )
     assert raised[:2] == plain[:2] == [0.5, 1.0]
     assert raised[2:] == [pytest.approx(0.1 + 0.9 * factor) for factor in plain[2:]]
-    config = TrainConfig(lr=2.0, min_lr=0.5, scheduler="linear")
-    assert updater.rate_of(config, 10, 10)(10) == 0.25
+    config = TrainConfig.of(lr=2.0, min_lr=0.5, scheduler="linear")
+    assert updater.rate_of(config.schedule, config.optimizer.lr, 10, 10)(10) == 0.25
 
 
 def test_wsd_warms_up_stays_and_decays():
@@ -101,11 +101,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_schedule_is_refused(own, name):
     with pytest.raises(UsageFault, match=re.escape(WRONG[name])):
-        updater.check_schedule(TrainConfig(scheduler=f"{own}:{name}", epochs=1), 10)
+        updater.check_schedule(TrainConfig.of(scheduler=f"{own}:{name}", epochs=1), 10)
 
 
 def test_parts_that_are_longer_than_the_training_are_refused():
     parts = {"warmup": Every(3, "steps"), "cooldown": Every(8, "steps")}
     with pytest.raises(UsageFault, match="--cooldown 8steps: is 8 steps, and the warm-up 3"):
-        updater.check_schedule(TrainConfig(scheduler="wsd", epochs=1, **parts), 10)
-    updater.check_schedule(TrainConfig(scheduler="wsd", epochs=1, **parts), 11)
+        updater.check_schedule(TrainConfig.of(scheduler="wsd", epochs=1, **parts), 10)
+    updater.check_schedule(TrainConfig.of(scheduler="wsd", epochs=1, **parts), 11)

@@ -103,5 +103,5 @@ def test_data_are_described_as_they_are(tmp_path, factory, settings, said):
     own.write_text(OWN)
     settings = dict(settings)
     test_data = f"{own}:{settings.pop('test')}" if "test" in settings else None
-    data = data_set.load(TrainConfig(data=f"{own}:{factory}", test_data=test_data, **settings))
+    data = data_set.load(TrainConfig.of(data=f"{own}:{factory}", test_data=test_data, **settings).data)
     assert describe(data) == said

@@ -192,7 +192,7 @@ def parameters_on_ranks(
     usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS, "task": kind}
     if kind == "classification":
         usual["class_weights"] = WEIGHTS
-    config = TrainConfig(**usual, **SETTINGS, **settings)
+    config = TrainConfig.of(**usual, **SETTINGS, **settings)
     place = trainings.place(rank, world_size)
     trainer = Trainer(config, data, trainings.seeded(make), place, task_of(kind, config, data))
     for _ in range(EPOCHS):
@@ -325,7 +325,7 @@ def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, 
         data = replace(data, train=ignoring((1,)), test=lines())
         usual |= {"ema": 0.9, "clip_norm": 1.0}
     settings = {"task": name, **usual, **settings}
-    task, model = task_of(name, TrainConfig(**settings), data), trainings.seeded(KINDS[name][1])
+    task, model = task_of(name, TrainConfig.of(**settings), data), trainings.seeded(KINDS[name][1])
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         said = runs.outcome(rank, world_size, data, model, settings, task)
     return errors.getvalue() + said

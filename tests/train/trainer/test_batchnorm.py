@@ -278,8 +278,14 @@ def check(
 ) -> None:
     """Run the preflight check of two ranks on a device; the check itself runs the model on the CPU."""
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
-    config = TrainConfig(**{"scheduler": "none", "batchnorm": batchnorm, "batch_size": 4, **settings})
-    preflight.check(config, data, model, Place(0, 2, "gloo", torch.device(device)), tasks.build(config, data))
+    config = TrainConfig.of(**{"scheduler": "none", "batchnorm": batchnorm, "batch_size": 4, **settings})
+    preflight.check(
+        config,
+        data,
+        model,
+        Place(0, 2, "gloo", torch.device(device)),
+        tasks.build(config, data),
+    )
 
 
 GPUS, IDLE = "works only on GPUs", "leaves one of 2 ranks without a sample"
@@ -336,8 +342,8 @@ def test_what_can_be_trained_so_is_not_refused(what):
 
 
 def test_the_flag_is_read_and_plain_is_the_default():
-    assert command_line.parse([]).batchnorm == "plain"
-    assert command_line.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
+    assert command_line.parse([]).model.batchnorm == "plain"
+    assert command_line.parse(["--batchnorm", "pooled"]).model.batchnorm == "pooled"
     with pytest.raises(UsageFault, match="--batchnorm"):
         command_line.parse(["--batchnorm", "global"])
 

@@ -84,8 +84,14 @@ class Fading:
 
 def check(make: Any, task: Any = None) -> None:
     data, place = trainings.tensors(runs.SHAPE, 20), trainings.place(0, 1)
-    config = TrainConfig(model="own.py:model", batch_size=5)
-    preflight.check(config, data, trainings.seeded(make), place, task or tasks.build(config, data))
+    config = TrainConfig.of(model="own.py:model", batch_size=5)
+    preflight.check(
+        config,
+        data,
+        trainings.seeded(make),
+        place,
+        task or tasks.build(config, data),
+    )
 
 
 @pytest.mark.parametrize("make", [Counting, InBuffer])

@@ -109,9 +109,15 @@ def test_with_torchs_sampler_the_repeats_count_as_samples(run_ranks):
      "--rank-share 1,3: the last batch of 4 gives a rank a single sample", "--drop-last"),
 ])  # fmt: skip
 def test_a_share_of_one_sample_is_refused_for_batchnorm(settings, said, hint):
-    config, data = TrainConfig(**settings), data_of(44)
+    config, data = TrainConfig.of(**settings), data_of(44)
     with pytest.raises(UsageFault) as refused:
-        preflight.check(config, data, normalised(), trainings.place(0, 2), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            normalised(),
+            trainings.place(0, 2),
+            tasks.build(config, data),
+        )
     assert said in str(refused.value)
     assert hint in refused.value.hint
 

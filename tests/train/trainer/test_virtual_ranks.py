@@ -191,9 +191,15 @@ def normalised() -> nn.Module:
     (normalised, "a single sample, and BatchNorm"),
 ], ids=["ours", "torch's", "sparse", "a single sample"])  # fmt: skip
 def test_a_model_whose_gradients_can_not_be_computed_apart_is_refused(make, said):
-    config, data = TrainConfig(virtual_ranks=8, batch_size=12), trainings.tensors(runs.SHAPE, runs.SAMPLES)
+    config, data = TrainConfig.of(virtual_ranks=8, batch_size=12), trainings.tensors(runs.SHAPE, runs.SAMPLES)
     with pytest.raises(UsageFault, match=said):
-        preflight.check(config, data, make(), trainings.place(0, 1), tasks.build(config, data))
+        preflight.check(
+            config,
+            data,
+            make(),
+            trainings.place(0, 1),
+            tasks.build(config, data),
+        )
 
 
 # ---- what it costs -------------------------------------------------------------------------------------
