@@ -131,14 +131,14 @@ def train(job: Job) -> int:
     from train.data import data_set
     from train.launch import same_settings
     from train.run import folder as folders
-    from train.run.run import Run
+    from train.run.run import begun
 
     same_settings.report(job.config)
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data_set.compare(job.data, "before training", workers=job.config.ranks.workers)
     with contextlib.ExitStack() as stack:
         claimed = folders.claimed(job.config.saving, time.strftime("%Y%m%d-%H%M%S"))
-        run = Run(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))
+        run = begun(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))
         with run.opened():
             end = train_epochs(run)
         return run.end(end)

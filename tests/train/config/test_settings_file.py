@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from importlib import import_module
@@ -227,7 +226,7 @@ def test_a_run_is_repeated_and_what_differs_is_named(tmp_path, monkeypatch, caps
 
     assert "like    a: nothing differs\n" in trained(capsys, "--like", "a", "--out", "b")
     config = command_line.of_run("b")[0]
-    assert config == dataclasses.replace(command_line.parse(given.split()), out=None)
+    assert config == command_line.parse(given.split()).changed(out=None)
     assert config.saving.save_every == Every(2, "steps")
 
     # Of another length: Python takes an old .pyc of the same second and size for true.

@@ -242,8 +242,8 @@ def test_what_can_not_be_trained_with_or_resumed_is_refused(own, name):
 
 
 def test_what_it_changes_in_its_groups_is_restored_and_not_made_anew(own):
-    settings = config(f"{own}:Warming", lr=0.1)
-    optimizers.check(settings, model(), "net")
+    optimizers.check(config(f"{own}:Warming", lr=0.1), model(), "net")
+    settings = TrainConfig.of(optimizer=f"{own}:Warming", lr=0.1, momentum=None, weight_decay=None)
 
     def updater() -> Updater:
         return Updater(settings, nn.ModuleDict({"module": model()}), torch.device("cpu"), 5)
