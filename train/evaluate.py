@@ -38,7 +38,7 @@ from ckpttool.files.failures import reason
 from ckpttool.words import counted
 from train import console
 from train.config.command_line import without
-from train.config.flags import Parser, add_flags, count, flag
+from train.config.flags import Parser, Sections, add_flags, count, flag
 from train.config.sections import OWN, DataConfig, RanksConfig, check_shared
 from train.launch import program
 
@@ -62,8 +62,8 @@ WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(RanksConfig, DataConfig):
-    """The whole configuration of an evaluation."""
+class ScoringConfig:
+    """What is evaluated, and where the scores go."""
 
     checkpoint: str = ""
     model: str = flag(
@@ -80,6 +80,15 @@ class EvaluateConfig(RanksConfig, DataConfig):
     )
     force: bool = flag(False, "evaluation: overwrite an evaluation in --out")
     threads: int = count(1, "ranks: CPU threads per rank; their number changes the last bits (1)")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(Sections):
+    """The settings of an evaluation."""
+
+    data: DataConfig = DataConfig()
+    ranks: RanksConfig = RanksConfig()
+    scoring: ScoringConfig = ScoringConfig()
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse(arguments)
     except CkptToolError as fault:
         return program.complain(fault, echo=given_rank() != 0, as_json="--json" in arguments)
-    if config.spawn:
-        return program.spawn(__file__, without("--spawn", arguments), config.spawn)
-    return program.run_program(lambda: prepare(config), work, as_json=config.json)
+    if config.ranks.spawn:
+        return program.spawn(__file__, without("--spawn", arguments), config.ranks.spawn)
+    return program.run_program(lambda: prepare(config), work, as_json=config.scoring.json)
 
 
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
@@ -114,8 +123,8 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
     values = parser.parse_args(arguments)
     if not values.model:
         values = parser.parse_args([*saved_arguments(values.checkpoint, arguments), *arguments])
-    config = EvaluateConfig(**vars(values) | {"also_test": tuple(values.also_test)})
-    check_shared(config)
+    config = EvaluateConfig.of(**vars(values) | {"also_test": tuple(values.also_test)})
+    check_shared(config.data, config.ranks)
     return config
 
 
@@ -132,7 +141,7 @@ def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
     for name in SAVED:
         flag, value = f"--{name.replace('_', '-')}", settings.get(name)
         is_given = any(argument.partition("=")[0] == flag for argument in given)
-        if value not in (None, getattr(usual, name)) and not is_given:
+        if value not in (None, usual[name]) and not is_given:
             flags[flag] = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     # What a file names is never run without being asked for.
     names = ("--model", "--data", "--test-data", "--task")
@@ -153,17 +162,18 @@ def prepare(config: EvaluateConfig) -> Job:
     from train.tasks import builtin as tasks
     from train.trainer import preflight
 
-    torch.set_num_threads(config.threads)  # the default differs with and without torchrun
-    place = find_place(config.backend)
-    own = (config.data, config.test_data or "", config.model, config.task)
-    program.keep_importable(*own, *data_set.specs_of_others(config))
-    own_task = tasks.users(config)
-    collate = tasks.collate_of(own_task, config)
-    data = data_set.with_others(config, data_set.load_test(config, collate=collate), collate)
+    torch.set_num_threads(config.scoring.threads)  # the default differs with and without torchrun
+    place = find_place(config.ranks.backend)
+    own = (config[name] or "" for name in ("data", "test_data", "model", "task"))
+    program.keep_importable(*own, *data_set.specs_of_others(config.data))
+    own_task = tasks.users(config.data.task)
+    collate = tasks.collate_of(own_task, config.data.task)
+    data = data_set.load_test(config.data, collate=collate)
+    data = data_set.with_others(config.data, data, collate=collate)
     task = tasks.build(config, data, own_task)
-    model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
+    model = models.build(config.scoring.model, shape=data.shape, classes=task.outputs(data))
     for each in (data, *data.others.values()):
-        preflight.check_evaluation(config.model, each, model, task)
+        preflight.check_evaluation(config.scoring.model, each, model, task)
     return Job(config, place, data, model, task)
 
 
@@ -171,11 +181,13 @@ def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
     from ckpttool.distributed.heartbeat import phase
 
-    with program.process_group(job.place, job.config):
+    with program.process_group(job.place, job.config.ranks):
         phase("evaluation")
         scores = evaluate(job)
     if job.place.rank == 0:
-        console.say(json.dumps(as_json(job, scores), indent=2) if job.config.json else as_lines(job, scores))
+        console.say(
+            json.dumps(as_json(job, scores), indent=2) if job.config.scoring.json else as_lines(job, scores)
+        )
 
 
 def evaluate(job: Job) -> Scores:
@@ -187,7 +199,7 @@ def evaluate(job: Job) -> Scores:
 
     config, model = job.config, job.model
     same_settings.report(config)
-    data_set.compare(job.data, "before evaluating", workers=config.workers)
+    data_set.compare(job.data, "before evaluating", workers=config.ranks.workers)
     wrapping.compare(model, "before evaluating")
     digest = collectives.from_rank_zero(lambda: load(job))
     model.load_state_dict(collectives.broadcast(model.state_dict))  # with what is no tensor
@@ -203,12 +215,14 @@ def score_one(job: Job, name: str, data: Data, digest: str) -> Score:
     from train.trainer.progress import Scorer
 
     config = job.config
-    scorer = Scorer(data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
+    scorer = Scorer(
+        data, job.task, job.place, batch_size=config.data.eval_batch, workers=config.ranks.workers
+    )
     has_classes = isinstance(job.task, Classification)
     scored = scorer.classes(job.model, checkpoint=digest) if has_classes else None
     score = scored.certificate if scored else scorer.score(job.model, checkpoint=digest)
-    if config.out is not None:
-        write(job, os.path.join(config.out, name), score, scored.own if scored else None)
+    if config.scoring.out is not None:
+        write(job, os.path.join(config.scoring.out, name), score, scored.own if scored else None)
     return score
 
 
@@ -220,10 +234,10 @@ def load(job: Job) -> str:
     from train.checkpoint import files
 
     config = job.config
-    earlier = [file for name in (OWN, *job.data.others) for file in prepare_output(config, name)]
-    require_no_others(config, job.data.others)
-    path = files.parts_named_in(config.checkpoint)
-    loaded = reload(path, job.model, state=config.state)
+    earlier = [file for name in (OWN, *job.data.others) for file in prepare_output(config.scoring, name)]
+    require_no_others(config.scoring.out, job.data.others)
+    path = files.parts_named_in(config.scoring.checkpoint)
+    loaded = reload(path, job.model, state=config.scoring.state)
     with formats.open(path) as checkpoint:
         of_state = digest(checkpoint.state(loaded.state).tensors)
     for file in earlier:  # last: an earlier evaluation is kept until the new one can begin
@@ -231,31 +245,31 @@ def load(job: Job) -> str:
     return of_state
 
 
-def require_no_others(config: EvaluateConfig, names: Collection[str]) -> None:
+def require_no_others(out: str | None, names: Collection[str]) -> None:
     """Refuse to replace an evaluation that has the scores of a test set which this one does not score."""
-    if config.out is None or not os.path.isfile(os.path.join(config.out, STATEMENT)):
+    if out is None or not os.path.isfile(os.path.join(out, STATEMENT)):
         return
-    for entry in sorted(os.listdir(config.out)):
-        if entry not in names and os.path.isfile(os.path.join(config.out, entry, STATEMENT)):
-            what = f"--out {config.out}: holds the scores of another test set, '{entry}'"
+    for entry in sorted(os.listdir(out)):
+        if entry not in names and os.path.isfile(os.path.join(out, entry, STATEMENT)):
+            what = f"--out {out}: holds the scores of another test set, '{entry}'"
             hint = f"give another folder, --also-test {entry}=DATA too, or remove {entry}/"
             raise OutputExists(what, hint=hint)
 
 
-def prepare_output(config: EvaluateConfig, name: str) -> list[str]:
+def prepare_output(settings: ScoringConfig, name: str) -> list[str]:
     """Make a test set's folder in `--out`; return the files of an earlier evaluation, to be removed."""
     from train.run.folder import check_writable
 
-    if config.out is None:
+    if settings.out is None:
         return []
-    folder = os.path.join(config.out, name) if name else config.out
+    folder = os.path.join(settings.out, name) if name else settings.out
     try:
         os.makedirs(folder, exist_ok=True)
         check_writable(folder)
     except OSError as error:
         raise UsageFault(f"--out {folder}: {reason(error)}") from error
     earlier = [file for file in os.listdir(folder) if file == STATEMENT or RANK_FILE.fullmatch(file)]
-    if earlier and not config.force:
+    if earlier and not settings.force:
         raise OutputExists(f"--out {folder}: holds an evaluation", hint="overwrite it with --force")
     return [os.path.join(folder, file) for file in earlier]
 
@@ -271,10 +285,10 @@ def write(job: Job, folder: str, score: Score, predicted: Predictions | None) ->
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
         if predicted is not None:
             path = os.path.join(folder, f"rank{rank}.safetensors")
-            predictions.write(path, predicted, score.evaluation, rank, force=job.config.force)
+            predictions.write(path, predicted, score.evaluation, rank, force=job.config.scoring.force)
     with collectives.fail_together():
         if rank == 0:
-            statement = {"checkpoint": job.config.checkpoint, **score.statement()}
+            statement = {"checkpoint": job.config.scoring.checkpoint, **score.statement()}
             with replacing(os.path.join(folder, STATEMENT)) as file:
                 file.write(f"{json.dumps(statement, indent=2, allow_nan=False)}\n".encode())
 
@@ -284,7 +298,7 @@ def as_json(job: Job, scores: Scores) -> dict[str, Any]:
     own = scores[OWN]
     basis = {"threads": own.evaluation.threads, "batch_size": own.evaluation.batch_size}
     tests = {name: score.score() for name, score in scores.items() if name != OWN}
-    result = {"checkpoint": job.config.checkpoint, **own.score(), **basis}
+    result = {"checkpoint": job.config.scoring.checkpoint, **own.score(), **basis}
     return versioned(result | ({"tests": tests} if tests else {}))
 
 
@@ -293,7 +307,9 @@ def as_lines(job: Job, scores: Scores) -> str:
     from train.trainer.progress import in_words
 
     on = f", on {counted(job.place.world_size, 'rank')}"
-    lines = (f"{name or job.config.checkpoint}: {in_words(score)}{on}" for name, score in scores.items())
+    lines = (
+        f"{name or job.config.scoring.checkpoint}: {in_words(score)}{on}" for name, score in scores.items()
+    )
     return "\n".join(console.folded(line, sys.stdout) for line in lines)
 
 

@@ -61,15 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = command_line.parse(arguments)
     except CkptToolError as fault:
         return launch.complain(fault, echo=given_rank() != 0)
-    if config.print_config:
+    if config.settings.print_config:
         text = command_line.settings_text(config)
         return launch.run_program(lambda: console.show(text * (given_rank() == 0)), lambda _: None)
-    if config.preview:
+    if config.preview.shown:
         from train.run import preview
 
         return launch.run_program(lambda: preview.run(config), lambda _: None)
-    if config.spawn:
-        return launch.spawn(__file__, command_line.without("--spawn", arguments), config.spawn)
+    if config.ranks.spawn:
+        return launch.spawn(__file__, command_line.without("--spawn", arguments), config.ranks.spawn)
     with Starting(given_rank()):
         return launch.run_program(lambda: prepare(config), work)
 
@@ -89,34 +89,36 @@ def prepare(config: TrainConfig) -> Job:
     from train.trainer import preflight
 
     trackers.check(config)
-    place = find_place(config.backend)
-    if config.shard_offload and place.device.type == "cuda":
+    place = find_place(config.ranks.backend)
+    if config.model.shard_offload and place.device.type == "cuda":
         # Parts lie on the CPU, and their norm is summed there.
         place = replace(place, backend="cpu:gloo,cuda:nccl")
     if place.device.type == "cpu":
         launch.keep_freed_memory()
-    if config.deterministic:
+    if config.numbers.deterministic:
         randomness.make_deterministic()
-    if config.virtual_ranks and place.device.type == "cpu":
+    if config.batch.virtual_ranks and place.device.type == "cpu":
         torch.set_num_threads(1)  # another number gives other last bits
     else:
         launch.set_threads()
-    own = (config.data, config.test_data or "", config.model, config.task, config.optimizer, config.scheduler)
-    launch.keep_importable(*own, *(config.every or ())[1:], *data_set.specs_of_others(config))
-    own_task = tasks.users(config)
-    collate = tasks.collate_of(own_task, config)
-    data = data_set.with_others(config, data_set.load(config, seed=config.seed, collate=collate), collate)
-    randomness.seed_all(randomness.seed_from(config.seed, "weights"))
+    own = (config[name] or "" for name in ("data", "test_data", "model", "task", "optimizer", "scheduler"))
+    launch.keep_importable(*own, *(config.log.every or ())[1:], *data_set.specs_of_others(config.data))
+    own_task, seed = tasks.users(config.data.task), config.numbers.seed
+    collate = tasks.collate_of(own_task, config.data.task)
+    data = data_set.load(config.data, seed=seed, batch_size=config.batch.size, collate=collate)
+    data = data_set.with_others(config.data, data, batch_size=config.batch.size, collate=collate)
+    randomness.seed_all(randomness.seed_from(seed, "weights"))
     task = tasks.build(config, data, own_task)
-    model = models.build(config.model, shape=data.shape, classes=task.outputs(data))
+    model = models.build(config.model.name, shape=data.shape, classes=task.outputs(data))
     preflight.check(config, data, model, place, task)
-    remarks = resume.load_weights(model, config.init, config.init_allow_missing) if config.init else []
+    init, may_miss = config.model.init, config.model.init_allow_missing
+    remarks = resume.load_weights(model, init, may_miss) if init else []
     return Job(config, place, data, model, task, remarks)
 
 
 def work(job: Job) -> int:
     """Train in a process group, and return the exit code."""
-    with launch.process_group(job.place, job.config):
+    with launch.process_group(job.place, job.config.ranks):
         return train(job)
 
 
@@ -129,14 +131,14 @@ def train(job: Job) -> int:
     from train.data import data_set
     from train.launch import same_settings
     from train.run import folder as folders
-    from train.run.run import Run
+    from train.run.run import begun
 
     same_settings.report(job.config)
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
-    data_set.compare(job.data, "before training", workers=job.config.workers)
+    data_set.compare(job.data, "before training", workers=job.config.ranks.workers)
     with contextlib.ExitStack() as stack:
-        claimed = folders.claimed(job.config, time.strftime("%Y%m%d-%H%M%S"))
-        run = Run(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))
+        claimed = folders.claimed(job.config.saving, time.strftime("%Y%m%d-%H%M%S"))
+        run = begun(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))
         with run.opened():
             end = train_epochs(run)
         return run.end(end)
@@ -182,7 +184,7 @@ def after_step(run: Run) -> str:
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
     trainer.recorder.epoch()
-    if trainer.config.virtual_ranks:
+    if trainer.config.batch.virtual_ranks:
         from train.trainer import shares
 
         yield from shares.steps_of_virtual_ranks(trainer)

@@ -161,7 +161,11 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     trainer.share_buffers()
     tensors = {"model": trainer.ddp.state_dict(), **trainer.updater.state()}
     state = {
-        **(divided.whole(tensors) if trainer.config.shard and not trainer.config.save_parts else tensors),
+        **(
+            divided.whole(tensors)
+            if trainer.config.model.shard and not trainer.config.saving.save_parts
+            else tensors
+        ),
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init, "judge": trainer.judge},
         "rng": collectives.gather(randomness.take()),
@@ -185,15 +189,17 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         parts = {
             name: divided.part_like(value, own.get(name, value)) for name, value in state["model"].items()
         }
-        _require_same_types(trainer.config.model, own, parts)
+        _require_same_types(trainer.config.model.name, own, parts)
         trainer.ddp.load_state_dict(parts, strict=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
+        raise UsageFault(
+            f"--model {trainer.config.model.name}: differs from the saved model: {reason}"
+        ) from error
     trainer.updater.load(state)
     trainer.progress.load(state["progress"])
     was = state["config"].get("best"), state["plan"].get("judge", trainer.judge)
-    if was != (trainer.config.best, trainer.judge):  # merits of another kind
+    if was != (trainer.config.scores.best, trainer.judge):  # merits of another kind
         trainer.progress.best, trainer.progress.since_best, trainer.progress.top = -math.inf, 0, []
     trainer.feed.load(state["plan"], state["config"].get("rank_share"))
     if "stream" in state:
@@ -205,7 +211,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         randomness.put_back(state["rng"][rank])
     else:
         step = trainer.progress.global_step
-        randomness.seed_all(randomness.seed_from(trainer.config.seed, "rank", rank, step))
+        randomness.seed_all(randomness.seed_from(trainer.config.numbers.seed, "rank", rank, step))
 
 
 def _require_same_types(model: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

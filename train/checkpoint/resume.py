@@ -48,7 +48,7 @@ from train.checkpoint import files
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
 from train.config import sections
-from train.config.flags import shown
+from train.config.flags import fields_of, shown
 from train.config.sections import CHANGEABLE, TrainConfig
 from train.data.data_set import Contents, Data, flat
 from train.model.updater import total_steps
@@ -280,8 +280,8 @@ def resume(trainer: Trainer, folder: str) -> Resumed:
     opened = collectives.broadcast(lambda: _open(trainer, folder))
     if opened is None:
         trainer.init = collectives.from_rank_zero(lambda: _weights(config))
-        new = config.resume == "auto" or config.change
-        unused = ", so --change changes nothing" if config.change else ""
+        new = config.saving.resume == "auto" or config.saving.change
+        unused = ", so --change changes nothing" if config.saving.change else ""
         return Resumed([f"a new run: {folder} has no checkpoint{unused}"] if new else [])
     path, state, passed_over = opened
     with collectives.fail_together(), malformed(path):
@@ -292,12 +292,12 @@ def resume(trainer: Trainer, folder: str) -> Resumed:
 
 def _weights(config: TrainConfig) -> str | None:
     """Return the digest of the weights that `--init` names."""
-    return digest_of_weights(config.init) if config.init else None
+    return digest_of_weights(config.model.init) if config.model.init else None
 
 
 def _open(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]] | None:
     """Return the path of the checkpoint to continue from, its contents, and remarks; None for a new run."""
-    resume = trainer.config.resume
+    resume = trainer.config.saving.resume
     if resume != "auto":
         return (resume, read_fitting(resume, trainer), []) if resume else None
     passed_over: list[str] = []
@@ -376,9 +376,9 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     config, data, plan = trainer.config, trainer.data, state["plan"]
-    fields = TrainConfig.__dataclass_fields__
+    fields = {name: field for name, (_, field) in fields_of(TrainConfig).items()}
     now, then = config.plain(), {**TrainConfig().plain(), **state["config"]}
-    allowed = sections.fields_of_change(config.change)
+    allowed = sections.fields_of_change(config.saving.change)
     free = FREE | COMPARED_BY_CONTENT | allowed
     if other := [name for name in now if name not in free and now[name] != then.get(name)]:
         flags = " ".join(shown(fields[name], then.get(name)) for name in other)
@@ -387,7 +387,7 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         raise _other(path, f"with {flags}", f"give the same, or {instead}")
     judge = plan.get("judge", trainer.judge)
     if judge != trainer.judge and "best" not in allowed:
-        what = f"whose --best {config.best} is on another test set ({judge}; now {trainer.judge})"
+        what = f"whose --best {config.scores.best} is on another test set ({judge}; now {trainer.judge})"
         raise _other(path, what, "give the same --also-test, or --change best")
     same_ranks = plan["world_size"] == trainer.place.world_size
     for name in ("accumulate", *(("rank_batch", "rank_share") if same_ranks else ())):
@@ -396,8 +396,8 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         if why := trainer.depends_on_passes(shares=name != "accumulate"):
             hint = f"give the same, or --change {name.replace('_', '-')}"
             raise _other(path, f"with {shown(fields[name], then[name])}, and {why}", hint)
-    if config.init and _weights(config) != plan["init"]:
-        started = f"that did not start from the weights in {config.init}"
+    if config.model.init and _weights(config) != plan["init"]:
+        started = f"that did not start from the weights in {config.model.init}"
         raise _other(path, started, "leave out --init, or start another run")
     if plan["data"] != data.fingerprint:
         both = f"({then['data']}: {plan['data']}; now {now['data']}: {data.fingerprint})"
@@ -426,9 +426,15 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """Return what the user should know about this resume: its position, and why bits may differ."""
     progress, steps, config = trainer.progress, trainer.feed.steps_per_epoch, trainer.config
     ends = (
-        ("--epochs", config.epochs, progress.epoch, "epoch", ""),
-        ("--max-steps", config.max_steps, progress.global_step, "step", ""),
-        ("--stop-early", config.stop_early, progress.since_best, "evaluation", " without a better score"),
+        ("--epochs", config.training.epochs, progress.epoch, "epoch", ""),
+        ("--max-steps", config.training.max_steps, progress.global_step, "step", ""),
+        (
+            "--stop-early",
+            config.scores.stop_early,
+            progress.since_best,
+            "evaluation",
+            " without a better score",
+        ),
     )
     for flag, most, done, unit, which in ends:
         if most and done >= most:
@@ -438,14 +444,14 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     of_steps = f" of {steps}" if stream is None else ""
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step}{of_steps}"]
     if stream is not None and progress.step and not stream.resumes:
-        read = progress.step * config.batch_size
+        read = progress.step * config.batch.size
         remarks.append(
             f"--data {trainer.data.name} does not know its position: {read:,} samples are read again"
         )
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
         but = " but for the repeats at the end of an epoch" * (trainer.feed.plan.sampler == "torch")
-        but += ", and the same bits" * bool(config.virtual_ranks)
+        but += ", and the same bits" * bool(config.batch.virtual_ranks)
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps{but}")
     were, are = dict(state["versions"]), versions(trainer.place.device)
     then, now = {**TrainConfig().plain(), **state["config"]}, config.plain()
@@ -460,11 +466,16 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         remarks.append(f"{why}, so this run differs from one that never stopped {others}")
     remarks += [
         f"{name.replace('_', '-')} {then[name]} -> {now[name]}"
-        for name in sorted(sections.fields_of_change(config.change))
+        for name in sorted(sections.fields_of_change(config.saving.change))
         if then[name] != now[name]
     ]
-    before_it = replace(config, epochs=then["epochs"], max_steps=then["max_steps"])
-    if total_steps(before_it, steps) != total_steps(config, steps) and config.scheduler != "none":
-        length = f"{total_steps(config, steps)} steps" if config.max_steps else f"{config.epochs} epochs"
+    training = config.training
+    before_it = replace(training, epochs=then["epochs"], max_steps=then["max_steps"])
+    if total_steps(before_it, steps) != total_steps(training, steps) and config.schedule.name != "none":
+        length = (
+            f"{total_steps(training, steps)} steps"
+            if config.training.max_steps
+            else f"{config.training.epochs} epochs"
+        )
         remarks.append(f"the learning rate now follows {length}")
     return remarks

@@ -56,7 +56,7 @@ class Save:
         self.in_haste = in_haste  # make no delta
         self.placed: list[str] = []
         self.remarks: list[tuple[str, str]] = []  # events, and what is to be told of them
-        self.divided = _divided(trainer) if self.config.shard else set()
+        self.divided = _divided(trainer) if self.config.model.shard else set()
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
         self.digests: Future[dict[str, bytes]] = Future()  # of this rank's state, or why it can't be saved
         self.allowed: Future[None] = Future()  # all ranks are known to hold the same
@@ -94,7 +94,9 @@ class Save:
             self.parts.write()
             shared |= collectives.digest_each(self.parts.shared())
         of_optimizer = parts["optimizer"].items()
-        shared |= {name: d for name, d in of_optimizer if not self.config.zero or name.startswith(SETTINGS)}
+        shared |= {
+            name: d for name, d in of_optimizer if not self.config.optimizer.zero or name.startswith(SETTINGS)
+        }
         return shared | {f"the average of {name}": digest for name, digest in parts.get("ema", {}).items()}
 
     def write(self) -> None:
@@ -113,16 +115,16 @@ class Save:
             self.allowed.result()
             self.state["parts"] = self.parts.finish()
         checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
-        if self.config.keep_deltas and self._numbered in self.placed:
+        if self.config.saving.keep_deltas and self._numbered in self.placed:
             self._keep_delta()
-        if self.config.keep:
-            checkpoint_files.drop_old(self.folder, self.config.keep, self.state["training"])
-        if self.config.keep_best:
+        if self.config.saving.keep:
+            checkpoint_files.drop_old(self.folder, self.config.saving.keep, self.state["training"])
+        if self.config.scores.keep_best:
             best = [int(step) for _, step in self.state["progress"]["top"]]
             checkpoint_files.drop_worse(self.folder, best, self.state["training"])
 
     def _keep_delta(self) -> None:
-        training, every = self.state["training"], self.config.keep_deltas
+        training, every = self.state["training"], self.config.saving.keep_deltas
         if not self.in_haste and (failure := files.keep_delta(self.folder, self.step, every, training)):
             text = f"step {self.step} is kept whole, as its delta could not be made: {failure}"
             self.remarks.append(("delta failed", text))
@@ -160,7 +162,7 @@ class Save:
             if tensor is not None and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
                 last = os.path.join(self.folder, checkpoint_files.LAST)
                 before = f"; {last} is from before that" if os.path.exists(last) else ""
-                than = "" if self.config.lr is None else f" than {self.config.lr:g}"
+                than = "" if self.config.optimizer.lr is None else f" than {self.config.optimizer.lr:g}"
                 lower = f"give a smaller --lr{than}, or --warmup"
                 hint = f"{lower}, or look for NaN in the samples and in the loss{before}"
                 what = f"after step {self.step} {name} is NaN or infinite: training has diverged"
@@ -318,7 +320,7 @@ class Saver:
         trainer, config = self.trainer, self.trainer.config
         self._wait_for_last()
         names, step = [LAST] * last + [BEST] * best, trainer.progress.global_step
-        names += [numbered(step)] * bool(last and (config.keep or config.keep_deltas))
+        names += [numbered(step)] * bool(last and (config.saving.keep or config.saving.keep_deltas))
         names += [numbered(step, "best")] * kept
         model = trainer.ddp.module
         # Copies, as the buffers become rank 0's. Others may be infinite on purpose: masks are.
@@ -330,16 +332,18 @@ class Saver:
         if collectives.rank() != 0:  # the others only compare
             state = {part: state[part] for part in COMPARED if part in state}
         parts = None
-        if config.save_parts:
+        if config.saving.save_parts:
             state, tensors = split_parts(state)
             parts = Parts(tensors, self.folder, trainer.progress.global_step)
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_of(state))
-        if not config.shard and (config.save == "async" or not on_cpu):  # else it is a copy already
+        if not config.model.shard and (
+            config.saving.save == "async" or not on_cpu
+        ):  # else it is a copy already
             state, statistics = self._staging.copy((state, statistics))
         own = parts.local() if parts else state["model"]
         finite = {name: own.get(f"module.{name}") for name, _ in model.named_parameters()}
         self._pending = save = Save(state, self.folder, names, finite | statistics, trainer, parts, in_haste)
-        if config.save == "async":
+        if config.saving.save == "async":
             save.begin()
         else:
             save.look()
@@ -378,7 +382,7 @@ class Saver:
         if save is None:
             return
         self._agree(save)
-        if self.trainer.config.save == "sync":
+        if self.trainer.config.saving.save == "sync":
             save.write()
         failure, placed, remarks = collectives.from_rank_zero(
             lambda: (_failure(save), save.placed, save.remarks)
@@ -434,7 +438,7 @@ class Saver:
     def leave(self) -> None:
         """Leave a run that has failed: wait for a file that is being written; send nothing."""
         if self._pending is not None:
-            self._pending.leave(patience=self.trainer.config.grace)
+            self._pending.leave(patience=self.trainer.config.saving.grace)
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         self._tell(event, text, self.trainer.progress.global_step, **fields)

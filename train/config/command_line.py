@@ -11,7 +11,6 @@ Each value is read as the flag reads it. The table [about] is what a run says of
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import shlex
@@ -30,7 +29,7 @@ from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from ckpttool.transforms.mapping.toml_text import lines, text
 from train.config import sections
-from train.config.flags import GROUPS, Parser, add_flags, closest, name_of
+from train.config.flags import Field, Parser, add_flags, closest, fields_of, flags_in, name_of, setting_of
 from train.config.sections import TrainConfig, check
 
 CONFIG_FILE = "config.toml"
@@ -48,7 +47,6 @@ MAX_BYTES = 1 << 16
 TWICE = re.compile(r"overwrite a value \(at (?:line (\d+)|end)")
 
 Flags = Mapping[str, argparse.Action]
-Field = dataclasses.Field[Any]
 
 
 class FileSettings(NamedTuple):
@@ -183,12 +181,12 @@ def _setting_lines(
         if field.metadata["group"] != group:
             group = field.metadata["group"]
             yield from ("", f"# ---- {group} ----")
-        value = values[field.name]
+        value = values[setting_of(field)]
         shown = not value if field.default is True else value  # the flag is `no-...`
         if value is None or value == ():
             yield f"# {key}: not given"
         else:
-            yield f"{'# ' * bool(value == defaults[field.name])}{key} = {text(shown)}"
+            yield f"{'# ' * bool(value == defaults[setting_of(field)])}{key} = {text(shown)}"
 
 
 # ---- the command line --------------------------------------------------------------------------------
@@ -196,6 +194,12 @@ def _setting_lines(
 
 # Flags that name a file of settings.
 FILES = ("config", "like")
+
+# What the help shows first.
+FIRST = (
+    *("data", "task", "model", "init", "epochs", "batch_size", "optimizer", "lr", "weight_decay"),
+    *("amp", "seed", "workers", "spawn", "out", "resume"),
+)
 
 EXAMPLES = """\
 examples:
@@ -211,7 +215,7 @@ def train_parser() -> Parser:
     """Return the parser of train/main.py."""
     about = "Train a model on one or many ranks, exactly."
     parser = Parser("train/main.py", "[flags]", about, EXAMPLES)
-    add_flags(parser, TrainConfig)
+    add_flags(parser, TrainConfig, FIRST)
     # What is given, and not by a default, takes the place of what a file says.
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -227,17 +231,18 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
     given = vars(parser.parse_args(arguments))
     config = _complete({**_of_file(parser, given), **given})
     check(config)
-    check_plan(config, config.spawn or given_world_size())
+    check_plan(config, config.ranks.spawn or given_world_size())
     return config
 
 
 def _complete(values: dict[str, Any]) -> TrainConfig:
     """Return the configuration of what is given; some defaults depend on the optimizer and --rank-batch."""
-    optimizer = values.get("optimizer", TrainConfig.optimizer)
-    batch_size = sum(values.get("rank_batch") or [TrainConfig.batch_size])
+    usual = TrainConfig()
+    optimizer = values.get("optimizer", usual.optimizer.name)
+    batch_size = sum(values.get("rank_batch") or [usual.batch.size])
     values = {"batch_size": batch_size, **sections.defaults_of(optimizer), **values}
     settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return TrainConfig(**settings)
+    return usual.changed(**settings)
 
 
 def _of_file(parser: Parser, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,9 +294,8 @@ def of_run(run: str) -> tuple[TrainConfig, dict[str, Any]]:
 def settings_text(config: TrainConfig, *, about: Mapping[str, Any] | None = None) -> str:
     """Return a configuration as a file of settings; with `about`, as that of a run."""
     left_out = SOURCES if about is None else OF_A_START
-    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
-    fields.sort(key=lambda field: GROUPS.index(field.metadata["group"]))
-    named = [(name_of(field).removeprefix("--"), field) for field in fields if field.name not in left_out]
+    fields = [field for field in flags_in(type(config)) if setting_of(field) not in left_out]
+    named = [(name_of(field).removeprefix("--"), field) for field in fields]
     return written_settings(named, config.plain(), _defaults(config), about or {})
 
 
@@ -307,16 +311,16 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
 
 def _defaults(config: TrainConfig) -> dict[str, Any]:
     """Return what a setting is where no flag is given, as primitives."""
-    return {**TrainConfig().plain(), **sections.defaults_of(config.optimizer)}
+    return {**TrainConfig().plain(), **sections.defaults_of(config.optimizer.name)}
 
 
 def arguments_of(config: TrainConfig) -> list[str]:
     """Return the command line that gives this configuration, without defaults and files of settings."""
     defaults, values = _defaults(config), config.plain()
     arguments: list[str] = []
-    for field in dataclasses.fields(config):
-        value, flag = values[field.name], name_of(field)
-        if value == defaults[field.name] or field.name in SOURCES:
+    for name, (_, field) in fields_of(type(config)).items():
+        value, flag = values[name], name_of(field)
+        if value == defaults[name] or name in SOURCES:
             continue
         if field.metadata.get("action") == "append":
             arguments += [part for item in value for part in (flag, item)]
@@ -363,8 +367,8 @@ def to_paste(words: Sequence[str]) -> str:
 def flags_of(config: TrainConfig) -> list[str]:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
     names = ("task", "test_data", "block_size", "eval_batch", "mean", "std", "resize", "also_test")
-    usual = TrainConfig(**{name: getattr(config, name) for name in names})
-    return ["--model", config.model, "--data", config.data, *arguments_of(usual)]
+    usual = TrainConfig.of(**{name: config[name] for name in names})
+    return ["--model", config.model.name, "--data", config.data.name, *arguments_of(usual)]
 
 
 # ---- the plan that the flags describe ------------------------------------------------------------------
@@ -376,81 +380,87 @@ def make_plan(config: TrainConfig, samples: int) -> Plan:
     `ENDLESS` samples are a stream's, whose last batch nobody knows.
     """
     is_stream = samples >= ENDLESS
-    samples -= samples % config.batch_size * is_stream
+    samples -= samples % config.batch.size * is_stream
     # With "auto", shares are equal until the ranks' speeds have been measured.
-    shares = config.rank_share if isinstance(config.rank_share, tuple) else None
+    shares = config.batch.rank_share if isinstance(config.batch.rank_share, tuple) else None
     names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "set_epoch", "rank_batch")
-    settings = {name: getattr(config, name) for name in names}
+    settings = {name: config[name] for name in names}
     return Plan(samples, **settings, rank_share=shares, in_order=is_stream)
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data."""
-    if config.sampler == "none" and not config.preview:
+    if config.batch.sampler == "none" and not config.preview.shown:
         hint = "give exact or torch, or --preview to see it"
         raise UsageFault("--sampler none: every rank would train on all samples", hint=hint)
-    if config.rank_share == "auto" and (config.rank_batch or config.sampler != "exact"):
-        other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
+    if config.batch.rank_share == "auto" and (config.batch.rank_batch or config.batch.sampler != "exact"):
+        other = "--rank-batch" if config.batch.rank_batch else f"--sampler {config.batch.sampler}"
         hint = "give one of them"
         raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
     _check_sharding(config, world_size)
-    if config.virtual_ranks is not None:
-        _check_virtual_ranks(config, config.virtual_ranks, world_size)
-    check_dealt(make_plan(config, config.batch_size), world_size, called=flag)
+    if config.batch.virtual_ranks is not None:
+        _check_virtual_ranks(config, config.batch.virtual_ranks, world_size)
+    check_dealt(make_plan(config, config.batch.size), world_size, called=flag)
 
 
-def mesh_sizes(config: TrainConfig, world_size: int) -> tuple[int, int]:
+def mesh_sizes(mesh: str | None, world_size: int) -> tuple[int, int]:
     """Return the number of groups that hold the whole model each, and of the ranks in each."""
-    groups, ranks = config.mesh.split("x") if config.mesh else (1, world_size)
+    groups, ranks = mesh.split("x") if mesh else (1, world_size)
     return int(groups), int(ranks)
 
 
 def _check_sharding(config: TrainConfig, world_size: int) -> None:
     """Refuse flags that need `--shard`, and those that can't be combined with it; UsageFault names both."""
-    if not config.shard:
+    batch, model = config.batch, config.model
+    if not model.shard:
         for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload", "save_parts"):
-            if getattr(config, name):
+            if config[name]:
                 raise UsageFault(
                     f"--{name.replace('_', '-')}: needs --shard", hint="give it, or leave this out"
                 )
         return
     against = (
-        ("--zero", config.zero, "the optimizer's state is divided already"),
-        (f"--virtual-ranks {config.virtual_ranks}", config.virtual_ranks, "they add whole gradients"),
-        ("--find-unused", config.find_unused, "gradients of a unit are sent as one, and all ranks need each"),
-        ("--rank-share auto", config.rank_share == "auto", "ranks wait for each other in every pass"),
-        ("--every", config.every, "its function gets a copy of the model, of which a rank has a part"),
+        ("--zero", config.optimizer.zero, "the optimizer's state is divided already"),
+        (f"--virtual-ranks {batch.virtual_ranks}", batch.virtual_ranks, "they add whole gradients"),
+        ("--find-unused", model.find_unused, "gradients of a unit are sent as one, and all ranks need each"),
+        ("--rank-share auto", batch.rank_share == "auto", "ranks wait for each other in every pass"),
+        ("--every", config.log.every, "its function gets a copy of the model, of which a rank has a part"),
     )
-    if config.save_parts and config.prove_every:
+    if config.saving.save_parts and config.saving.prove_every:
         what = "--save-parts and --prove-every: the record names digests of whole tensors"
         raise UsageFault(what, hint="leave out one of them")
     _refuse_beside("--shard", against)
-    groups, ranks = mesh_sizes(config, world_size)
+    groups, ranks = mesh_sizes(model.mesh, world_size)
     if groups * ranks != world_size:
         hint = "give as many groups and ranks in each as there are ranks"
         raise UsageFault(
-            f"--mesh {config.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
+            f"--mesh {model.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
         )
 
 
 def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
+    batch, model = config.batch, config.model
     given = f"--virtual-ranks {virtual}"
     if virtual % world_size:
         hint = "start a number of ranks that divides it, or give a multiple of theirs"
         raise UsageFault(f"{given}: does not divide by {world_size} ranks", hint=hint)
-    if virtual > config.batch_size:
+    if virtual > batch.size:
         hint = f"give --batch-size {virtual} or more"
-        raise UsageFault(f"{given}: more than the {config.batch_size} samples in a batch", hint=hint)
+        raise UsageFault(f"{given}: more than the {batch.size} samples in a batch", hint=hint)
     shares = "virtual ranks have equal shares"
     apart = "virtual ranks compute apart, and each normalises by its own samples"
     against = (
-        ("--rank-batch", config.rank_batch is not None, shares),
-        ("--rank-share", config.rank_share is not None, shares),
-        (f"--sampler {config.sampler}", config.sampler != "exact", "its repeats depend on the ranks"),
-        (f"--batchnorm {config.batchnorm}", config.batchnorm != "plain", apart),
-        ("--find-unused", config.find_unused, "every virtual rank needs the gradient of all parameters"),
-        ("--compile", config.compile, "code that each rank compiles need not give the same bits"),
-        ("--preview", config.preview, "it shows ranks; virtual rank v takes what rank v takes of as many"),
+        ("--rank-batch", batch.rank_batch is not None, shares),
+        ("--rank-share", batch.rank_share is not None, shares),
+        (f"--sampler {batch.sampler}", batch.sampler != "exact", "its repeats depend on the ranks"),
+        (f"--batchnorm {model.batchnorm}", model.batchnorm != "plain", apart),
+        ("--find-unused", model.find_unused, "every virtual rank needs the gradient of all parameters"),
+        ("--compile", model.compile, "code that each rank compiles need not give the same bits"),
+        (
+            "--preview",
+            config.preview.shown,
+            "it shows ranks; virtual rank v takes what rank v takes of as many",
+        ),
     )
     _refuse_beside(given, against)
 

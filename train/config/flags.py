@@ -11,11 +11,15 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import UsageFault
 from train import console
+
+Field = dataclasses.Field[Any]
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 SPELLINGS = {
@@ -135,7 +139,7 @@ def _number_and_unit(text: str, units: tuple[str, ...]) -> tuple[str, str]:
 
 
 def flag(default: Any, text: str, **options: Any) -> Any:
-    """Return a dataclass field that is a flag, with argparse's `options`.
+    """Return a dataclass field that is a flag, with argparse's `options`, and its `name` if that is another.
 
     `text` is `heading: help`, `heading METAVAR: help` or `heading {choice,choice}: help`.
     """
@@ -148,12 +152,74 @@ def flag(default: Any, text: str, **options: Any) -> Any:
     return dataclasses.field(default=default, metadata={"group": group, "help": text, **options})
 
 
-def count(default: int | None, text: str, *, least: int = 1) -> Any:
-    return flag(default, text, type=integer(least), metavar="N")
+def count(default: int | None, text: str, *, least: int = 1, **options: Any) -> Any:
+    return flag(default, text, type=integer(least), metavar="N", **options)
 
 
 def real(default: float | None, text: str, **span: float) -> Any:
     return flag(default, text, type=number(**span), metavar="X")
+
+
+# ---- sections ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Settings in sections: each field is one, a frozen dataclass whose fields are settings.
+
+    The name of a setting is that of its flag, whatever its field is called: `batch_size`, of `batch.size`.
+    """
+
+    @classmethod
+    def of(cls: type[S], **settings: Any) -> S:
+        """Return these settings, by name, and the defaults of the others; KeyError for a name of none."""
+        return cls().changed(**settings)
+
+    def changed(self: S, **settings: Any) -> S:
+        """Return a copy with other values of these settings, by name; KeyError for a name of none."""
+        by_section: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            section, field = fields_of(type(self))[name]
+            by_section.setdefault(section, {})[field.name] = value
+        sections = {name: replace(getattr(self, name), **values) for name, values in by_section.items()}
+        return replace(self, **sections)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a setting by name."""
+        section, field = fields_of(type(self))[name]
+        return getattr(getattr(self, section), field.name)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all settings by name, as primitives, as stored in a checkpoint."""
+        values = {name: self[name] for name in fields_of(type(self))}
+        return {name: str(value) if isinstance(value, Every) else value for name, value in values.items()}
+
+
+S = TypeVar("S", bound=Sections)
+
+
+def fields_of(config: type[Sections]) -> dict[str, tuple[str, Field]]:
+    """Return the settings by name, each with its section and its field."""
+    found: dict[str, tuple[str, Field]] = {}
+    for section in dataclasses.fields(config):
+        default: Any = section.default
+        found |= {setting_of(field): (section.name, field) for field in dataclasses.fields(default)}
+    return found
+
+
+def flags_in(config: type[Sections]) -> list[Field]:
+    """Return the fields that are flags, in the order of the help."""
+    fields = [field for _, field in fields_of(config).values() if "help" in field.metadata]
+    return sorted(fields, key=lambda field: _place(field.metadata["group"]))
+
+
+def setting_of(field: Field) -> str:
+    """Return the name of a field's setting."""
+    return str(field.metadata.get("name", field.name))
+
+
+def _place(group: str) -> int:
+    return GROUPS.index(group) if group in GROUPS else -1
 
 
 # ---- the parser --------------------------------------------------------------------------------------
@@ -161,6 +227,9 @@ def real(default: float | None, text: str, **span: float) -> Any:
 
 # The headings of the help, in order; a configuration may have others, which come first.
 GROUPS = ("data", "task", "scores", "model", "training", "optimizer", "saving", "log", "ranks", "settings")
+
+# The heading of those that most people need, before all others.
+FIRST = "first of all"
 
 # Columns of a terminal from which on a flag and its help stand side by side.
 NARROW = 70
@@ -243,23 +312,25 @@ def closest(flag: str, flags: Sequence[str]) -> str | None:
     return plain[near[0]] if near else None
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Add the flags of a dataclass, under the headings of its groups; fields without help are no flags."""
-    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
-    groups = dict.fromkeys(field.metadata["group"] for field in fields)
-    for group in sorted(groups, key=lambda name: GROUPS.index(name) if name in GROUPS else -1):
-        add = parser.add_argument_group(group).add_argument
-        for field in fields:
-            if field.metadata["group"] == group:
-                add(name_of(field), **_options(field))
+def add_flags(parser: argparse.ArgumentParser, config: type[Sections], first: Sequence[str] = ()) -> None:
+    """Add the flags of a configuration: those named `first` alone, then the others under their headings."""
+    fields = {setting_of(field): field for field in flags_in(config)}
+    headings = {name: field.metadata["group"] for name, field in fields.items()}
+    shown_first = dict.fromkeys(first, FIRST)
+    for heading, names in groupby(
+        [*first, *(name for name in fields if name not in first)], {**headings, **shown_first}.get
+    ):
+        add = parser.add_argument_group(heading).add_argument
+        for name in names:
+            add(name_of(fields[name]), **_options(fields[name]))
 
 
-def name_of(field: dataclasses.Field[Any]) -> str:
+def name_of(field: Field) -> str:
     """Return the flag of a field: `--batch-size`, or `--no-set-epoch` for one that is on by default."""
-    return f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
+    return f"--{'no-' * (field.default is True)}{setting_of(field).replace('_', '-')}"
 
 
-def shown(field: dataclasses.Field[Any], value: Any) -> str:
+def shown(field: Field, value: Any) -> str:
     """Return a setting as part of an error: `--batch-size 64`, `no --ema`."""
     name = name_of(field)
     if value is None or value == () or (isinstance(value, bool) and value == field.default):
@@ -271,10 +342,10 @@ def shown(field: dataclasses.Field[Any], value: Any) -> str:
     return f"{name} {','.join(map(str, value)) if type(value) in (tuple, list) else value}"
 
 
-def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
+def _options(field: Field) -> dict[str, Any]:
     default: Any = field.default
-    options = {name: value for name, value in field.metadata.items() if name != "group"}
-    options |= {"dest": field.name, "default": default}
+    options = {name: value for name, value in field.metadata.items() if name not in ("group", "name")}
+    options |= {"dest": setting_of(field), "default": default}
     if isinstance(default, bool):
         options["action"] = f"store_{str(not default).lower()}"
     elif options.get("action") == "append":  # argparse appends to the default itself

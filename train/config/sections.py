@@ -1,9 +1,12 @@
-"""Every setting once, in sections, with its default, its help and how its flag is read."""
+"""Every setting of a training once, in sections, with its default, its help and how its flag is read.
+
+The flags of the command line are made from these fields. The checks here need no torch, so wrong flags are
+refused within a tenth of a second.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +15,7 @@ from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 from train.config.flags import (
     Every,
+    Sections,
     count,
     duration,
     every,
@@ -27,92 +31,6 @@ from train.config.flags import (
 
 OWN = ""  # the name of --data's own test set, beside those of --also-test
 
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Which data, how its images become numbers, and what the outputs are compared with."""
-
-    data: str = flag(
-        "digits",
-        "data DATA: digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and "
-        "PATH/test/..., or one level of classes), fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME, or "
-        "file.py:factory, which returns (train, test), or train alone",
-    )
-    test_data: str | None = flag(
-        None,
-        "data DATA: where the test samples are, if elsewhere: its test samples, or else all it has",
-    )
-    block_size: int | None = count(
-        None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"
-    )
-    shuffle_window: int | None = count(
-        None, "data: shuffle a stream within so many samples that follow each other (hf:NAME 1000, others 1)"
-    )
-    skip_damaged: bool = flag(False, "data: leave out samples that can't be read, and count them")
-    data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
-    download: bool = flag(False, "data: download cifar10 or mnist if it is missing")
-    mean: tuple[float, ...] | None = flag(
-        None,
-        "data M,M,M: subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
-        type=numbers,
-    )
-    std: tuple[float, ...] | None = flag(
-        None, "data S,S,S: each channel is then divided by it (0.229,0.224,0.225)", type=numbers
-    )
-    resize: int | None = count(None, "data: resize a folder's images to N by N")
-    task: str = flag(
-        "classification",
-        "task TASK: what the outputs are compared with, and how they are scored: classification (the "
-        "default), regression, language-model, model-loss (the model returns its mean loss), or "
-        "file.py:factory",
-    )
-    eval_batch: int = count(128, "task: test samples in one forward pass (128)")
-    also_test: tuple[str, ...] = flag(
-        (),
-        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
-        action="append",
-    )
-
-
-@dataclass(frozen=True)
-class RanksConfig:
-    """How the ranks start and wait for each other."""
-
-    workers: int = count(0, "ranks: processes that load data, per rank (0: the rank itself)", least=0)
-    backend: str = flag(
-        "auto", "ranks {auto,gloo,nccl}: auto: nccl if each rank has a GPU, otherwise gloo on the CPU"
-    )
-    mixed_torch: bool = flag(False, "ranks: let ranks run different minor versions of torch")
-    timeout: float = real(600.0, "ranks SECONDS: how long a rank waits for the others (600)", above=0)
-    hang_timeout: float = real(
-        300.0,
-        "ranks SECONDS: end the run, naming the rank, when others wait for one that does nothing for so "
-        "long; 0: no (300)",
-        least=0,
-    )
-    join_timeout: float = real(
-        60.0,
-        "ranks SECONDS: how long a rank waits for the others to come, at the start (60, or as long as it "
-        "took itself)",
-        above=0,
-    )
-    spawn: int | None = count(None, "ranks: start N ranks on this machine, without torchrun")
-
-
-def check_shared(config: Any) -> None:
-    """Refuse what is wrong with the settings above, whatever the data."""
-    if config.spawn and started_by_launcher():
-        hint = "leave out --spawn"
-        raise UsageFault("--spawn starts ranks, but torchrun already started this one", hint=hint)
-    if config.std and not all(value > 0 for value in config.std):
-        raise UsageFault(f"--std {','.join(f'{value:g}' for value in config.std)}: must be above 0")
-    if config.resize and not config.data.startswith(("folder:", "wds:", "hf:")):
-        raise UsageFault("--resize: needs --data folder:PATH, wds:PATTERN or hf:NAME", hint="leave it out")
-
-
-# ---- the optimizer -----------------------------------------------------------------------------------
-
-
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
@@ -123,11 +41,18 @@ OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
 COURSES = ("none", "cosine", "linear", "step", "wsd", "onecycle")
 NO_WARMUP = Every(0, "epochs")
+EACH_EPOCH = Every(1, "epochs")
 
-# Settings of these that a resumed run may change if --change names them.
-CHANGEABLE_OF_OPTIMIZER = {
+# A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/formats/delta/reading.py).
+LONGEST_CHAIN = 65
+
+# Settings that a resumed run may change if --change names them. The others are another training.
+CHANGEABLE = {
     *("lr", "momentum", "betas", "eps", "nesterov", "weight_decay", "lr_scale", "layer_decay", "clip_norm"),
     *("scheduler", "warmup", "min_lr", "cooldown"),
+    *("label_smoothing", "augment", "mixup", "cutmix"),
+    *("accumulate", "rank_batch", "rank_share"),
+    "best",
 }
 
 
@@ -162,13 +87,72 @@ def fractions(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
+class ScoresConfig:
+    """What counts as the best, and when a training ends for want of it."""
+
+    best: str | None = flag(
+        None,
+        "scores METRIC: what best.pt is best by: accuracy, loss or a metric of the task, as mae or "
+        "mae:min, and of another test set as NAME/loss (accuracy, or else loss)",
+    )
+    keep_best: int = count(0, "scores K: also keep the K best of them, as best-<number>.pt (0)", least=0)
+    stop_early: int | None = count(
+        None, "scores: end after this many evaluations in a row that were not the best so far"
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down during training; none of it changes a step."""
+
+    tracker: tuple[str, ...] = flag(
+        (),
+        "log {tensorboard,wandb,mlflow,trackio}: also log there; may be repeated. Training goes on while its "
+        "server is away",
+        action="append",
+    )
+    every: tuple[str, str] | None = flag(
+        None,
+        "log N[steps|epochs] FILE.py:FUNCTION: call function(model, step, folder) on rank 0 after every N "
+        "steps, with a copy of the model",
+        nargs=2,
+    )
+    profile: str | None = flag(
+        None,
+        "log N|N-M: record these steps with torch's profiler, for N the N after the tenth, in "
+        "profile/trace.json.gz",
+        type=span,
+    )
+    log_every: int = count(50, "log: steps between two entries of log.jsonl (50)")
+
+
+@dataclass(frozen=True)
+class SettingsConfig:
+    """Where settings come from."""
+
+    config: str | None = flag(
+        None, "settings FILE.toml: take settings from a file, under the names of the flags, which win"
+    )
+    like: str | None = flag(
+        None, "settings RUN: take the settings of a run, from its config.toml, and name what differs"
+    )
+    unset: tuple[str, ...] = flag(
+        (),
+        "settings NAME: with --config or --like: leave out this setting of the file; may be repeated",
+        action="append",
+    )
+    print_config: bool = flag(False, "settings: print the settings as such a file, and train nothing")
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """How gradients change the weights."""
 
-    optimizer: str = flag(
+    name: str = flag(
         "sgd",
         "optimizer NAME: sgd (the default), adam, adamw, muon (with adamw for the rest), another class of "
         "torch.optim, or file.py:factory, which gets what it takes of params, model, lr and the flags below",
+        name="optimizer",
     )
     lr: float | None = real(
         OPTIMIZERS["sgd"]["lr"], "optimizer: learning rate (sgd 0.1, others 0.001)", above=0
@@ -227,12 +211,19 @@ class OptimizerConfig:
         below=1,
     )
     zero: bool = flag(False, "optimizer: divide the optimizer's state among the ranks (ZeRO-1)")
-    scheduler: str = flag(
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the steps."""
+
+    name: str = flag(
         "cosine",
         "optimizer SCHEDULE: learning rate schedule: cosine (the default), linear, none; step, which divides "
         "it by ten after half and after three quarters of the steps; wsd: stable, then --cooldown; onecycle: "
         "up from a 25th and down to nearly 0; or file.py:factory, which returns a function of the step, "
         "the factor of the learning rate",
+        name="scheduler",
     )
     warmup: Every = flag(
         NO_WARMUP,
@@ -251,138 +242,97 @@ class OptimizerConfig:
     )
 
 
-def defaults_of(optimizer: str) -> dict[str, Any]:
-    """Return the learning rate, momentum and weight decay that an optimizer gets where no flag is given.
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data, how its images become numbers, and what the outputs are compared with."""
 
-    A user's own factory gets none: it has its own.
-    """
-    return (
-        dict.fromkeys(OTHER_OPTIMIZERS) if ":" in optimizer else OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
+    name: str = flag(
+        "digits",
+        "data DATA: digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and "
+        "PATH/test/..., or one level of classes), fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME, or "
+        "file.py:factory, which returns (train, test), or train alone",
+        name="data",
     )
-
-
-def check_optimizer(config: OptimizerConfig) -> None:
-    """Refuse what is wrong with these settings whatever the model."""
-    if config.optimizer in ("adam", "adamw") and config.momentum:
-        raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
-    if config.muon_for and config.optimizer.lower() != "muon":
-        raise UsageFault("--muon-for: needs --optimizer muon", hint="give it, or leave --muon-for out")
-    if config.zero and ":" in config.optimizer:
-        what = f"--zero: the state of {config.optimizer} is not divided among ranks"
-        raise UsageFault(what, hint="leave it out")
-    if config.no_decay and config.weight_decay == 0:
-        raise UsageFault("--no-decay: there is no --weight-decay", hint="give one, or leave --no-decay out")
-    if (config.lr_scale or config.layer_decay) and config.lr is None:
-        flags = "--lr-scale" if config.lr_scale else "--layer-decay"
-        raise UsageFault(f"{flags}: needs --lr, of which it is a part", hint="give --lr")
-    _check_schedule(config)
-
-
-def _check_schedule(config: OptimizerConfig) -> None:
-    course, lowest = config.scheduler, config.min_lr
-    if course not in COURSES and ":" not in course:
-        known = ", ".join(COURSES)
-        raise UsageFault(f"--scheduler {course}: no such schedule", hint=f"one of {known} or file.py:factory")
-    if config.cooldown is not None and course != "wsd":
-        raise UsageFault("--cooldown: needs --scheduler wsd", hint="give it, or leave --cooldown out")
-    if lowest is None:
-        return
-    if course == "none" or ":" in course:
-        why = "stays as it is" if course == "none" else "is what the factory's function says"
-        raise UsageFault(f"--min-lr: with --scheduler {course} the learning rate {why}", hint="leave it out")
-    if config.lr is None:
-        raise UsageFault("--min-lr: needs --lr, from which the schedule starts", hint="give --lr")
-    if lowest >= config.lr:
-        hint = "give a smaller one"
-        raise UsageFault(f"--min-lr {lowest:g}: is not below the learning rate, {config.lr:g}", hint=hint)
-
-
-# ---- training ----------------------------------------------------------------------------------------
-
-# The flags of the command line are made from these fields; a field's name is its flag's name. The checks here
-# need no torch, so wrong flags are refused within a tenth of a second.
-
-
-EACH_EPOCH = Every(1, "epochs")
-
-# A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/formats/delta/reading.py).
-LONGEST_CHAIN = 65
-
-# Settings that a resumed run may change if --change names them. The others are another training.
-CHANGEABLE = {
-    *CHANGEABLE_OF_OPTIMIZER,
-    *("label_smoothing", "augment", "mixup", "cutmix"),
-    *("accumulate", "rank_batch", "rank_share"),
-    "best",
-}
+    test_data: str | None = flag(
+        None, "data DATA: where the test samples are, if elsewhere: its test samples, or else all it has"
+    )
+    block_size: int | None = count(
+        None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"
+    )
+    shuffle_window: int | None = count(
+        None, "data: shuffle a stream within so many samples that follow each other (hf:NAME 1000, others 1)"
+    )
+    skip_damaged: bool = flag(False, "data: leave out samples that can't be read, and count them")
+    data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
+    download: bool = flag(False, "data: download cifar10 or mnist if it is missing")
+    mean: tuple[float, ...] | None = flag(
+        None,
+        "data M,M,M: subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
+        type=numbers,
+    )
+    std: tuple[float, ...] | None = flag(
+        None, "data S,S,S: each channel is then divided by it (0.229,0.224,0.225)", type=numbers
+    )
+    resize: int | None = count(None, "data: resize a folder's images to N by N")
+    task: str = flag(
+        "classification",
+        "task TASK: what the outputs are compared with, and how they are scored: classification (the "
+        "default), regression, language-model, model-loss (the model returns its mean loss), or "
+        "file.py:factory",
+    )
+    eval_batch: int = count(128, "task: test samples in one forward pass (128)")
+    also_test: tuple[str, ...] = flag(
+        (),
+        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
+        action="append",
+    )
 
 
 @dataclass(frozen=True)
-class WatchConfig:
-    """What changes no step of a training."""
+class RanksConfig:
+    """How the ranks start and wait for each other."""
 
-    best: str | None = flag(
-        None,
-        "scores METRIC: what best.pt is best by: accuracy, loss or a metric of the task, as mae or "
-        "mae:min, and of another test set as NAME/loss (accuracy, or else loss)",
+    workers: int = count(0, "ranks: processes that load data, per rank (0: the rank itself)", least=0)
+    backend: str = flag(
+        "auto", "ranks {auto,gloo,nccl}: auto: nccl if each rank has a GPU, otherwise gloo on the CPU"
     )
-    keep_best: int = count(0, "scores K: also keep the K best of them, as best-<number>.pt (0)", least=0)
-    stop_early: int | None = count(
-        None, "scores: end after this many evaluations in a row that were not the best so far"
+    mixed_torch: bool = flag(False, "ranks: let ranks run different minor versions of torch")
+    timeout: float = real(600.0, "ranks SECONDS: how long a rank waits for the others (600)", above=0)
+    hang_timeout: float = real(
+        300.0,
+        "ranks SECONDS: end the run, naming the rank, when others wait for one that does nothing for so "
+        "long; 0: no (300)",
+        least=0,
     )
-    tracker: tuple[str, ...] = flag(
-        (),
-        "log {tensorboard,wandb,mlflow,trackio}: also log there; may be repeated. Training goes on while its "
-        "server is away",
-        action="append",
+    join_timeout: float = real(
+        60.0,
+        "ranks SECONDS: how long a rank waits for the others to come, at the start (60, or as long as it "
+        "took itself)",
+        above=0,
     )
-    every: tuple[str, str] | None = flag(
-        None,
-        "log N[steps|epochs] FILE.py:FUNCTION: call function(model, step, folder) on rank 0 after every N "
-        "steps, with a copy of the model",
-        nargs=2,
-    )
-    profile: str | None = flag(
-        None,
-        "log N|N-M: record these steps with torch's profiler, for N the N after the tenth, in "
-        "profile/trace.json.gz",
-        type=span,
-    )
-    config: str | None = flag(
-        None, "settings FILE.toml: take settings from a file, under the names of the flags, which win"
-    )
-    like: str | None = flag(
-        None, "settings RUN: take the settings of a run, from its config.toml, and name what differs"
-    )
-    unset: tuple[str, ...] = flag(
-        (),
-        "settings NAME: with --config or --like: leave out this setting of the file; may be repeated",
-        action="append",
-    )
-    print_config: bool = flag(False, "settings: print the settings as such a file, and train nothing")
-
-
-def hook_interval(given: tuple[str, str]) -> Every:
-    """Return how often the function of `--every` is called."""
-    try:
-        return every("steps", "epochs", least=1)(given[0])
-    except argparse.ArgumentTypeError as error:
-        raise UsageFault(f"--every: {error}", hint="for example: --every 100steps own.py:sample") from None
+    spawn: int | None = count(None, "ranks: start N ranks on this machine, without torchrun")
 
 
 @dataclass(frozen=True)
-class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
-    """The whole configuration of a run."""
+class AugmentConfig:
+    """How training samples are changed at random."""
 
-    augment: str = flag(
+    pictures: str = flag(
         "none",
         "data {none,crop-flip,auto}: change training images at random, by (seed, epoch, sample): crop-flip "
         "or auto (none)",
+        name="augment",
     )
     mixup: float = real(0.0, "data: mix pairs of samples, with Beta(X, X) as their weights (0)", least=0)
     cutmix: float = real(
         0.0, "data: replace a rectangle by another sample's, of an area from Beta(X, X) (0)", least=0
     )
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """How the task computes its loss in training, and how often it is scored."""
+
     label_smoothing: float = real(
         0.0, "task: the part of a label that is spread over all classes (0)", least=0, below=1
     )
@@ -397,8 +347,16 @@ class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
         "task N[steps|epochs]: how often to evaluate; in epochs by default (1)",
         type=every("epochs", "steps", least=1),
     )
-    model: str = flag(
-        "simple-cnn", "model MODEL: simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network, where its weights come from, and how it is wrapped and divided."""
+
+    name: str = flag(
+        "simple-cnn",
+        "model MODEL: simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory",
+        name="model",
     )
     init: str | None = flag(None, "model FILE: start from the weights of any checkpoint that ckpttool reads")
     init_allow_missing: tuple[str, ...] = flag(
@@ -419,8 +377,7 @@ class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
     )
     find_unused: bool = flag(False, "model: let a forward pass leave parameters out, at the cost of a search")
     shard: bool = flag(
-        False,
-        "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)",
+        False, "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)"
     )
     shard_blocks: tuple[str, ...] = flag(
         (),
@@ -439,12 +396,24 @@ class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
         "model GROUPSxRANKS: with --shard: hold the model once in each group of ranks, as 2x4 (one group)",
         type=mesh,
     )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long a training takes."""
+
     epochs: int = count(10, "training: passes over the training samples (10)")
     max_steps: int | None = count(None, "training: end after this many optimizer steps")
     max_time: float | None = flag(
         None, "training TIME: end after this time, in seconds, or as 30min or 2h", type=duration
     )
-    batch_size: int = count(64, "training: samples per optimizer step over all ranks (64)")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How samples are ordered, cut into batches and dealt to ranks."""
+
+    size: int = count(64, "training: samples per optimizer step over all ranks (64)", name="batch_size")
     rank_batch: tuple[int, ...] | None = flag(
         None,
         "training N,N,...: samples per optimizer step of each rank, in place of --batch-size",
@@ -473,6 +442,12 @@ class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
     )
     drop_last: bool = flag(False, "training: leave out the short batch that ends an epoch")
     set_epoch: bool = flag(True, "training: give every epoch the same order, as without set_epoch")
+
+
+@dataclass(frozen=True)
+class NumbersConfig:
+    """The precision of the numbers, and where random ones come from."""
+
     amp: str = flag(
         "none",
         "training {none,bf16,fp16}: compute in lower precision where it is safe: bf16, or fp16 on a GPU "
@@ -480,10 +455,24 @@ class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
     )
     seed: int = count(0, "training: seeds weights, dropout and the order of samples (0)", least=0)
     deterministic: bool = flag(False, "training: use only algorithms that give the same bits each time")
-    preview: bool = flag(
-        False, "training: show which rank takes which samples in which step, and train nothing"
+
+
+@dataclass(frozen=True)
+class PreviewConfig:
+    """The plan is shown, and nothing is trained."""
+
+    shown: bool = flag(
+        False,
+        "training: show which rank takes which samples in which step, and train nothing",
+        name="preview",
     )
     json: bool = flag(False, "training: with --preview: print JSON")
+
+
+@dataclass(frozen=True)
+class SavingConfig:
+    """The folder of the run, when it is saved, and from where it continues."""
+
     out: str | None = flag(None, "saving DIR: for last.pt, best.pt and log.jsonl (runs/<time>)")
     save_every: Every = flag(
         EACH_EPOCH,
@@ -533,40 +522,130 @@ class TrainConfig(RanksConfig, DataConfig, OptimizerConfig, WatchConfig):
         "ckpttool prove",
     )
     stop_at: int | None = count(None, "saving STEP: end after this optimizer step, as --max-time does")
-    log_every: int = count(50, "log: steps between two entries of log.jsonl (50)")
 
-    def plain(self) -> dict[str, Any]:
-        """Return the fields as primitives, as stored in a checkpoint."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: str(value) if isinstance(value, Every) else value for name, value in values.items()}
+
+@dataclass(frozen=True)
+class TrainConfig(Sections):
+    """The settings of a run.
+
+    In the order of the settings in a checkpoint, of which a digest tells one training from others.
+    """
+
+    scores: ScoresConfig = ScoresConfig()
+    log: LogConfig = LogConfig()
+    settings: SettingsConfig = SettingsConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    data: DataConfig = DataConfig()
+    ranks: RanksConfig = RanksConfig()
+    augment: AugmentConfig = AugmentConfig()
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    batch: BatchConfig = BatchConfig()
+    numbers: NumbersConfig = NumbersConfig()
+    preview: PreviewConfig = PreviewConfig()
+    saving: SavingConfig = SavingConfig()
+
+
+def defaults_of(optimizer: str) -> dict[str, Any]:
+    """Return the learning rate, momentum and weight decay that an optimizer gets where no flag is given.
+
+    A user's own factory gets none: it has its own.
+    """
+    return (
+        dict.fromkeys(OTHER_OPTIMIZERS) if ":" in optimizer else OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
+    )
+
+
+# ---- checks ------------------------------------------------------------------------------------------
 
 
 def check(config: TrainConfig) -> None:
     """Refuse values that are wrong whatever the data and the model."""
-    check_optimizer(config)
-    if config.resume == "auto" and config.out is None:
-        raise UsageFault("--resume auto: needs a folder", hint="give it as --out")
-    if config.resume and config.force:
-        raise UsageFault("--force starts over and --resume continues", hint="give one of them")
-    if config.change and not config.resume:
-        raise UsageFault("--change: says what may differ on a resume", hint="give --resume, or leave it out")
-    fields_of_change(config.change)
-    if config.init_allow_missing and not config.init:
+    _check_optimizer(config.optimizer)
+    _check_schedule(config.schedule, config.optimizer.lr)
+    _check_saving(config.saving)
+    if config.model.init_allow_missing and not config.model.init:
         raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
-    if config.json and not config.preview:
+    if config.preview.json and not config.preview.shown:
         raise UsageFault("--json: needs --preview", hint="leave it out; log.jsonl holds a run's numbers")
-    if config.keep_deltas and config.save_parts:
+    if config.log.every:
+        hook_interval(config.log.every)
+    if config.batch.accumulate > config.batch.size:
+        passes = f"--accumulate {config.batch.accumulate}"
+        raise UsageFault(f"{passes}: more passes than the {config.batch.size} samples in a batch")
+    check_shared(config.data, config.ranks)
+
+
+def check_shared(data: DataConfig, ranks: RanksConfig) -> None:
+    """Refuse what is wrong with the settings that evaluations have too, whatever the data."""
+    if ranks.spawn and started_by_launcher():
+        hint = "leave out --spawn"
+        raise UsageFault("--spawn starts ranks, but torchrun already started this one", hint=hint)
+    if data.std and not all(value > 0 for value in data.std):
+        raise UsageFault(f"--std {','.join(f'{value:g}' for value in data.std)}: must be above 0")
+    if data.resize and not data.name.startswith(("folder:", "wds:", "hf:")):
+        raise UsageFault("--resize: needs --data folder:PATH, wds:PATTERN or hf:NAME", hint="leave it out")
+
+
+def _check_optimizer(settings: OptimizerConfig) -> None:
+    """Refuse what is wrong with an optimizer's settings whatever the model."""
+    if settings.name in ("adam", "adamw") and settings.momentum:
+        raise UsageFault(f"--momentum: {settings.name} has none", hint="leave it out")
+    if settings.muon_for and settings.name.lower() != "muon":
+        raise UsageFault("--muon-for: needs --optimizer muon", hint="give it, or leave --muon-for out")
+    if settings.zero and ":" in settings.name:
+        what = f"--zero: the state of {settings.name} is not divided among ranks"
+        raise UsageFault(what, hint="leave it out")
+    if settings.no_decay and settings.weight_decay == 0:
+        raise UsageFault("--no-decay: there is no --weight-decay", hint="give one, or leave --no-decay out")
+    if (settings.lr_scale or settings.layer_decay) and settings.lr is None:
+        flags = "--lr-scale" if settings.lr_scale else "--layer-decay"
+        raise UsageFault(f"{flags}: needs --lr, of which it is a part", hint="give --lr")
+
+
+def _check_schedule(settings: ScheduleConfig, lr: float | None) -> None:
+    course, lowest = settings.name, settings.min_lr
+    if course not in COURSES and ":" not in course:
+        known = ", ".join(COURSES)
+        raise UsageFault(f"--scheduler {course}: no such schedule", hint=f"one of {known} or file.py:factory")
+    if settings.cooldown is not None and course != "wsd":
+        raise UsageFault("--cooldown: needs --scheduler wsd", hint="give it, or leave --cooldown out")
+    if lowest is None:
+        return
+    if course == "none" or ":" in course:
+        why = "stays as it is" if course == "none" else "is what the factory's function says"
+        raise UsageFault(f"--min-lr: with --scheduler {course} the learning rate {why}", hint="leave it out")
+    if lr is None:
+        raise UsageFault("--min-lr: needs --lr, from which the schedule starts", hint="give --lr")
+    if lowest >= lr:
+        hint = "give a smaller one"
+        raise UsageFault(f"--min-lr {lowest:g}: is not below the learning rate, {lr:g}", hint=hint)
+
+
+def _check_saving(saving: SavingConfig) -> None:
+    if saving.resume == "auto" and saving.out is None:
+        raise UsageFault("--resume auto: needs a folder", hint="give it as --out")
+    if saving.resume and saving.force:
+        raise UsageFault("--force starts over and --resume continues", hint="give one of them")
+    if saving.change and not saving.resume:
+        raise UsageFault("--change: says what may differ on a resume", hint="give --resume, or leave it out")
+    fields_of_change(saving.change)
+    if saving.keep_deltas and saving.save_parts:
         what = "--keep-deltas and --save-parts: the tensors are in folders, of which there are no deltas"
         raise UsageFault(what, hint="leave out one of them")
-    if config.keep_deltas > LONGEST_CHAIN:
-        what = f"--keep-deltas {config.keep_deltas}: not more than {LONGEST_CHAIN - 1} in a row are read"
+    if saving.keep_deltas > LONGEST_CHAIN:
+        what = f"--keep-deltas {saving.keep_deltas}: not more than {LONGEST_CHAIN - 1} in a row are read"
         raise UsageFault(what, hint=f"give {LONGEST_CHAIN} or less")
-    if config.every:
-        hook_interval(config.every)
-    if config.accumulate > config.batch_size:
-        passes = f"--accumulate {config.accumulate}"
-        raise UsageFault(f"{passes}: more passes than the {config.batch_size} samples in a batch")
-    check_shared(config)
+
+
+def hook_interval(given: tuple[str, str]) -> Every:
+    """Return how often the function of `--every` is called."""
+    try:
+        return every("steps", "epochs", least=1)(given[0])
+    except argparse.ArgumentTypeError as error:
+        raise UsageFault(f"--every: {error}", hint="for example: --every 100steps own.py:sample") from None
 
 
 def fields_of_change(names: tuple[str, ...]) -> set[str]:

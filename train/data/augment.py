@@ -26,7 +26,7 @@ def augmented(samples: Samples, config: TrainConfig, classes: int) -> Samples:
 
     With mixup or cutmix each target is a float32 tensor of `classes` probabilities.
     """
-    if config.augment == "none" and not config.mixup and not config.cutmix:
+    if config.augment.pictures == "none" and not config.augment.mixup and not config.augment.cutmix:
         return samples
     _check(samples, config)
     return Augmented(samples, config, classes)
@@ -35,24 +35,24 @@ def augmented(samples: Samples, config: TrainConfig, classes: int) -> Samples:
 def _check(samples: Samples, config: TrainConfig) -> None:
     sample = samples[0]
     picture = sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else None
-    for flag, value in (("--mixup", config.mixup), ("--cutmix", config.cutmix)):
+    for flag, value in (("--mixup", config.augment.mixup), ("--cutmix", config.augment.cutmix)):
         if value and not (isinstance(picture, torch.Tensor) and picture.is_floating_point()):
-            raise UsageFault(f"{flag}: samples of --data {config.data} are no tensors of real numbers")
-    flag = "--cutmix" if config.augment == "none" else f"--augment {config.augment}"
-    if config.augment == "none" and not config.cutmix:
+            raise UsageFault(f"{flag}: samples of --data {config.data.name} are no tensors of real numbers")
+    flag = "--cutmix" if config.augment.pictures == "none" else f"--augment {config.augment.pictures}"
+    if config.augment.pictures == "none" and not config.augment.cutmix:
         return
     if not isinstance(picture, torch.Tensor) or picture.dim() != 3 or not picture.is_floating_point():
-        what = f"{flag}: samples of --data {config.data} are no images (channels × height × width)"
+        what = f"{flag}: samples of --data {config.data.name} are no images (channels × height × width)"
         seeded_by = "what it draws is seeded by (seed, epoch, sample)"
         hint = f"leave it out; a data set of your own may change its samples itself, and {seeded_by}"
         raise UsageFault(what, hint=hint)
-    if config.augment == "auto":
+    if config.augment.pictures == "auto":
         _check_auto(config, picture)
 
 
 def _check_auto(config: TrainConfig, picture: torch.Tensor) -> None:
     if _scale(config, picture) is None:
-        what = f"--augment auto: {config.data} scales its images itself, and pixels from 0 to 255 are needed"
+        what = f"--augment auto: {config.data.name} scales its images, and pixels from 0 to 255 are needed"
         raise UsageFault(what, hint="give --augment crop-flip, or change the images in the data set")
     if picture.shape[0] not in (1, 3):
         raise UsageFault(f"--augment auto: images have 1 or 3 channels, not {picture.shape[0]}")
@@ -75,8 +75,10 @@ class Augmented(Dataset[Any]):
 
     def __init__(self, samples: Samples, config: TrainConfig, classes: int) -> None:
         self.samples, self.config, self.classes, self.epoch = samples, config, classes, 0
-        self.trivial = _trivial() if config.augment == "auto" else None
-        self.scale = Scale() if config.augment == "none" else _scale(config, samples[0][0]) or Scale()
+        self.trivial = _trivial() if config.augment.pictures == "auto" else None
+        self.scale = (
+            Scale() if config.augment.pictures == "none" else _scale(config, samples[0][0]) or Scale()
+        )
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -88,29 +90,29 @@ class Augmented(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         picture, label = self._changed(index)
-        if not self.config.mixup and not self.config.cutmix:
+        if not self.config.augment.mixup and not self.config.augment.cutmix:
             return picture, label
         draw = self._random("mix", index)
         other, other_label = self._changed(draw.randrange(len(self)))
-        may_be_both = self.config.mixup and self.config.cutmix
-        is_cutmix = draw.random() < 0.5 if may_be_both else self.config.cutmix
+        may_be_both = self.config.augment.mixup and self.config.augment.cutmix
+        is_cutmix = draw.random() < 0.5 if may_be_both else self.config.augment.cutmix
         if is_cutmix:
-            mixed, part = cut(picture, other, draw, self.config.cutmix)
+            mixed, part = cut(picture, other, draw, self.config.augment.cutmix)
         else:
-            part = draw.betavariate(self.config.mixup, self.config.mixup)
+            part = draw.betavariate(self.config.augment.mixup, self.config.augment.mixup)
             mixed = picture * part + other * (1 - part)
         return mixed, part * label + (1 - part) * other_label
 
     def _changed(self, index: int) -> tuple[torch.Tensor, Any]:
         """Return one sample, not mixed; its label as probabilities if samples are to be mixed."""
         picture, label = self.samples[index]
-        if self.config.augment != "none":
+        if self.config.augment.pictures != "none":
             black = self.scale.apply(torch.zeros(len(picture), 1, 1)).to(picture.dtype)
             picture = crop_flip(picture, self._random("crop-flip", index), black)
         if self.trivial is not None:
-            with seeded(self.config.seed, "auto", self.epoch, index):
+            with seeded(self.config.numbers.seed, "auto", self.epoch, index):
                 picture = self._recoloured(picture)
-        if self.config.mixup or self.config.cutmix:
+        if self.config.augment.mixup or self.config.augment.cutmix:
             label = self._probabilities(index, int(label))
         return picture, label
 
@@ -122,12 +124,12 @@ class Augmented(Dataset[Any]):
 
     def _probabilities(self, index: int, label: int) -> torch.Tensor:
         if not 0 <= label < self.classes:
-            raise no_class("training", index, label, self.classes, self.config.data)
+            raise no_class("training", index, label, self.classes, self.config.data.name)
         return F.one_hot(torch.tensor(label), self.classes).float()
 
     def _random(self, what: str, index: int) -> random.Random:
         # A string seed is hashed by random itself, the same way on every Python and machine.
-        return random.Random(f"{self.config.seed}:{what}:{self.epoch}:{index}")
+        return random.Random(f"{self.config.numbers.seed}:{what}:{self.epoch}:{index}")
 
 
 def crop_flip(picture: torch.Tensor, draw: random.Random, black: torch.Tensor) -> torch.Tensor:
@@ -164,10 +166,10 @@ def _stretch(size: int, part: float, draw: random.Random) -> tuple[int, int]:
 
 def _scale(config: TrainConfig, picture: torch.Tensor) -> Scale | None:
     """Return how the images of a data set are normalised; None if it does that itself."""
-    name, _, _ = config.data.partition(":")
+    name, _, _ = config.data.name.partition(":")
     if name not in ("digits", "cifar10", "mnist", "folder", "fake"):
         return None
-    return scale_of(config, picture.shape[0], usual=Scale() if name == "fake" else None)
+    return scale_of(config.data, picture.shape[0], usual=Scale() if name == "fake" else None)
 
 
 def _trivial() -> Any:

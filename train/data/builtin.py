@@ -64,9 +64,9 @@ def _digits() -> tuple[Any, Any]:
 
 def torchvision(config: DataConfig) -> Parts:
     """Return CIFAR-10 or MNIST, as torchvision reads it; `--download` downloads it first."""
-    datasets = optional("torchvision.datasets", f"--data {config.data}: needs torchvision")
-    kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[config.data]
-    folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[config.data]
+    datasets = optional("torchvision.datasets", f"--data {config.name}: needs torchvision")
+    kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[config.name]
+    folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[config.name]
     if config.download:
         _download(kind, config)
     parts = []
@@ -74,24 +74,24 @@ def torchvision(config: DataConfig) -> Parts:
         try:
             loaded = kind(config.data_root, train=train)
         except RuntimeError:
-            what = f"--data {config.data}: not found in {os.path.join(config.data_root, folder)}"
+            what = f"--data {config.name}: not found in {os.path.join(config.data_root, folder)}"
             raise UsageFault(what, hint="--download downloads it, --data-root names another folder") from None
         pictures = torch.as_tensor(loaded.data)
         pictures = pictures.unsqueeze(1) if pictures.dim() == 3 else pictures.permute(0, 3, 1, 2)
         labels = torch.as_tensor(loaded.targets, dtype=torch.int64)
         parts.append(_Bytes(pictures, labels, scale_of(config, pictures.shape[1])))
-    return Parts(parts[0], parts[1], tuple(loaded.classes), config.data)
+    return Parts(parts[0], parts[1], tuple(loaded.classes), config.name)
 
 
 def _download(kind: Any, config: DataConfig) -> None:
     """Download on the first rank of each machine to come here; the others wait and find the files."""
     os.makedirs(config.data_root, exist_ok=True)
-    with open(os.path.join(config.data_root, f".{config.data}.lock"), "w") as lock:
+    with open(os.path.join(config.data_root, f".{config.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             kind(config.data_root, download=True)
         except (OSError, RuntimeError) as error:
-            what = f"--download: {config.data} could not be downloaded: {error}"
+            what = f"--download: {config.name} could not be downloaded: {error}"
             hint = f"put its files into {config.data_root}, or give --data-root"
             raise CkptToolError(what, hint=hint) from error
 
@@ -112,7 +112,7 @@ class _Bytes(Dataset[tuple[torch.Tensor, int]]):
 def fake(config: DataConfig, argument: str) -> Parts:
     """Return noise of CIFAR's shape, mean 0, deviation 1: N samples, and a fifth as many test samples."""
     if not argument.isdecimal() or not int(argument):
-        raise UsageFault(f"--data {config.data}: needs a number of samples", hint="for example fake:64")
+        raise UsageFault(f"--data {config.name}: needs a number of samples", hint="for example fake:64")
     number, scale = int(argument), scale_of(config, FAKE_SHAPE[0], usual=UNIFORM)
     test = _Noise(number, max(1, number // HELD_OUT), scale)
     return Parts(_Noise(0, number, scale), test, CLASSES, "fake")
@@ -293,24 +293,24 @@ def from_factory(config: DataConfig, seed: int) -> Parts:
     UsageFault if it returns something else.
     """
     if config.mean or config.std:
-        raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
-    made = factory.build(config.data)
+        raise UsageFault(f"--mean, --std: {config.name} makes its own images", hint="leave them out")
+    made = factory.build(config.name)
     train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
     if isinstance(train, tuple):
-        raise UsageFault(f"--data {config.data}: must return (train, test), or one data set")
+        raise UsageFault(f"--data {config.name}: must return (train, test), or one data set")
     named = by_name(train, test)
     of_training, *of_test = [_own(samples, part, config, seed) for part, samples in named.items()]
-    return Parts(of_training, of_test[0] if of_test else None, _classes(train, config), config.data)
+    return Parts(of_training, of_test[0] if of_test else None, _classes(train, config), config.name)
 
 
 def _own(samples: Any, part: str, config: DataConfig, seed: int) -> Samples:
     """Return a user's data set, whose random numbers are keyed; a stream if it is only iterable."""
     if not is_stream(samples):
         count(samples)
-        return Named(samples, seed, part, config.data)
+        return Named(samples, seed, part, config.name)
     packed = Packed(samples, config.block_size) if config.block_size else samples
     window = config.shuffle_window or 1
-    return Stream([packed], config.data, seed=seed, window=window, skip_damaged=config.skip_damaged)
+    return Stream([packed], config.name, seed=seed, window=window, skip_damaged=config.skip_damaged)
 
 
 class Named(Keyed):
@@ -347,5 +347,5 @@ def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:
         labels = samples.tensors[-1]
     if labels is None:
         hint = "give it an attribute: classes = ['cat', 'dog']"
-        raise UsageFault(f"--data {config.data}: the training data set does not say its classes", hint=hint)
+        raise UsageFault(f"--data {config.name}: the training data set does not say its classes", hint=hint)
     return tuple(str(label) for label in range(int(max(labels)) + 1))

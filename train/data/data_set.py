@@ -345,13 +345,15 @@ class Data:
             raise CheckFailed(what, hint=hint)
 
 
-def load(config: DataConfig, *, seed: int = 0, collate: tuple[Collate, str] | None = None) -> Data:
+def load(
+    config: DataConfig, *, seed: int = 0, batch_size: int = 1, collate: tuple[Collate, str] | None = None
+) -> Data:
     """Return the data set that `--data` names. What a user's draws is keyed by (seed, epoch, sample).
 
     Args:
         collate: how its task makes batches, and the flag that names the task.
     """
-    parts = load_parts(config, seed=seed)
+    parts = load_parts(config, seed=seed, batch_size=batch_size)
     # The shuffle depends on the number of samples, so other sizes are other data.
     named = by_name(parts.train, parts.test).values()
     sizes = ["stream" if isinstance(samples, Stream) else str(count(samples)) for samples in named]
@@ -363,7 +365,9 @@ def specs_of_others(config: DataConfig) -> list[str]:
     return [given.partition("=")[2] for given in config.also_test]
 
 
-def with_others(config: DataConfig, data: Data, collate: tuple[Collate, str] | None = None) -> Data:
+def with_others(
+    config: DataConfig, data: Data, *, batch_size: int = 1, collate: tuple[Collate, str] | None = None
+) -> Data:
     """Return a data set with the test sets of `--also-test`, each `NAME=DATA`.
 
     Of tokens and shards, which have no parts, all samples are taken.
@@ -382,10 +386,11 @@ def with_others(config: DataConfig, data: Data, collate: tuple[Collate, str] | N
             raise UsageFault(f"{flag}: is not NAME=DATA", hint="for example: --also-test ood=folder:b")
         if name in others:
             raise UsageFault(f"{flag}: another test set is named {name}", hint="name it otherwise")
-        own = replace(config, data=spec, test_data=None)
+        own = replace(config, name=spec, test_data=None)
         has_parts = spec.partition(":")[0] not in formats.BY_NAME
         try:
-            other = load_test(own if has_parts else replace(own, test_data=spec), collate=collate)
+            own = own if has_parts else replace(own, test_data=spec)
+            other = load_test(own, batch_size=batch_size, collate=collate)
         except UsageFault as fault:
             raise UsageFault(f"{flag}: {fault.message}", hint=fault.hint) from fault
         if other.classes != data.classes:
@@ -396,14 +401,14 @@ def with_others(config: DataConfig, data: Data, collate: tuple[Collate, str] | N
     return replace(data, others=others)
 
 
-def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
+def load_parts(config: DataConfig, *, seed: int = 0, batch_size: int = 1) -> Parts:
     """Return the parts of a data set, none of them empty, without reading a sample but a stream's first."""
     # What a factory draws, as for random_split, must be the same on every rank, in each run, and in an
     # evaluation, which has no --seed: else samples that were trained on would be tested with.
     with seeded("data"):
-        parts = _parts(config, seed)
+        parts = _parts(config, seed, batch_size)
         if config.test_data is not None:
-            elsewhere = _parts(replace(config, data=config.test_data), seed)
+            elsewhere = _parts(replace(config, name=config.test_data), seed, batch_size)
             source = f"{parts.source}, test {elsewhere.source}"
             parts = parts._replace(test=elsewhere.test or elsewhere.train, source=source)
         if isinstance(parts.test, Stream):
@@ -412,37 +417,37 @@ def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
         is_empty = not samples.head if isinstance(samples, Stream) else not count(samples)
         if is_empty:
             flag = f"--test-data {config.test_data}" if name == "test" and config.test_data else None
-            raise UsageFault(f"{flag or f'--data {config.data}'}: there are no {name} samples")
+            raise UsageFault(f"{flag or f'--data {config.name}'}: there are no {name} samples")
     return parts
 
 
-def load_test(config: DataConfig, *, collate: tuple[Collate, str] | None = None) -> Data:
+def load_test(config: DataConfig, *, batch_size: int = 1, collate: tuple[Collate, str] | None = None) -> Data:
     """Return the data set for an evaluation: a folder with one level of classes is the test set itself."""
-    path = config.data.removeprefix("folder:")
-    if config.test_data or path == config.data or builtin.is_divided(path) or not os.path.isdir(path):
-        data = load(config, collate=collate)
+    path = config.name.removeprefix("folder:")
+    if config.test_data or path == config.name or builtin.is_divided(path) or not os.path.isdir(path):
+        data = load(config, batch_size=batch_size, collate=collate)
         if data.test is None:
-            what = f"--data {config.data}: has no test samples"
+            what = f"--data {config.name}: has no test samples"
             raise UsageFault(what, hint="--test-data names others; it may be the same")
         return data
     return _data(config, builtin.test_folder(config, path), "", collate)
 
 
-def _parts(config: DataConfig, seed: int) -> Parts:
-    name, _, argument = config.data.partition(":")
-    if config.data == "digits":
+def _parts(config: DataConfig, seed: int, batch_size: int) -> Parts:
+    name, _, argument = config.name.partition(":")
+    if config.name == "digits":
         return builtin.digits(config)
-    if config.data in ("cifar10", "mnist"):
+    if config.name in ("cifar10", "mnist"):
         return builtin.torchvision(config)
     if name == "folder" and argument:
         return builtin.folder(config, argument)
     if name == "fake":
         return builtin.fake(config, argument)
     if name in formats.BY_NAME and argument:
-        return formats.BY_NAME[name](config, argument, seed)
+        return formats.BY_NAME[name](config, argument, seed, batch_size)
     if argument:
         return builtin.from_factory(config, seed)
-    raise UsageFault(f"--data {config.data}: no such data set", hint=f"one of {NAMES}")
+    raise UsageFault(f"--data {config.name}: no such data set", hint=f"one of {NAMES}")
 
 
 def _data(
@@ -451,11 +456,11 @@ def _data(
     contents: dict[str, dict[str, str]] = {}
     named = by_name(parts.train, parts.test)
     collations = {
-        name: collation_of(source_of(samples), config.data, collate, name, seed)
+        name: collation_of(source_of(samples), config.name, collate, name, seed)
         for name, samples in named.items()
     }
     of_training, *of_test = [
-        Part(name, samples, config.data, config.task, collations[name]) for name, samples in named.items()
+        Part(name, samples, config.name, config.task, collations[name]) for name, samples in named.items()
     ]
     for part in [*of_test, of_training] if parts.train is not parts.test else of_test:
         skips = config.skip_damaged and part is of_training
@@ -470,7 +475,7 @@ def _data(
     prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
     source = f"{parts.source}{sizes}{prepared}"
     about = (parts.classes, shape, source, contents, config.task, collations)
-    return Data(config.data, parts.train, parts.test, *about)
+    return Data(config.name, parts.train, parts.test, *about)
 
 
 def compare(data: Data, when: str, *, workers: int = 0) -> None:

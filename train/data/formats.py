@@ -172,7 +172,7 @@ def _length(path: str) -> int:
     return size // BYTES
 
 
-def load_tokens(config: DataConfig, pattern: str, seed: int) -> Parts:
+def load_tokens(config: DataConfig, pattern: str, *_: int) -> Parts:
     """Return the blocks of the files that `tokens:PATTERN` names, as training samples."""
     name = f"--data tokens:{pattern}"
     if config.block_size is None:
@@ -360,7 +360,7 @@ def _files_in(path: str) -> Iterator[tarfile.TarInfo]:
         raise Unreadable(path, reason(error)) from error
 
 
-def load_tar_shards(config: DataConfig, pattern: str, seed: int) -> Parts:
+def load_tar_shards(config: DataConfig, pattern: str, *_: int) -> Parts:
     """Return the samples of the shards that `wds:PATTERN` names, as training samples."""
     if "://" in pattern or pattern.startswith("pipe:"):
         what = f"--data wds:{pattern}: reads shards on this machine"
@@ -445,7 +445,7 @@ def _as_tensor(value: Any) -> Any:
     return value
 
 
-def load_hugging_face(config: DataConfig, name: str, seed: int) -> Parts:
+def load_hugging_face(config: DataConfig, name: str, seed: int, batch_size: int) -> Parts:
     """Return a split of a data set (by default `train`) as a stream of training samples."""
     try:
         import datasets
@@ -467,7 +467,7 @@ def load_hugging_face(config: DataConfig, name: str, seed: int) -> Parts:
     shards: list[Any] = [HubShard(loaded, shard, number, as_sample) for shard in range(number)]
     if config.block_size:
         shards = [Packed(shard, config.block_size) for shard in shards]
-    most = min(MOST_LANES, getattr(config, "batch_size", 1))
+    most = min(MOST_LANES, batch_size)
     known = (loaded.info.splits or {}).get(split)
     stream = Stream(
         shards,
@@ -496,4 +496,8 @@ def _columns(config: DataConfig, name: str, loaded: Any) -> tuple[tuple[str, str
     return (inputs[0], labels[0]), tuple(map(str, features[labels[0]].names))
 
 
-BY_NAME = {"tokens": load_tokens, "wds": load_tar_shards, "hf": load_hugging_face}
+BY_NAME: dict[str, Callable[[DataConfig, str, int, int], Parts]] = {
+    "tokens": load_tokens,
+    "wds": load_tar_shards,
+    "hf": load_hugging_face,
+}

@@ -6,14 +6,12 @@ without an error, on samples that are used twice or never.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -21,8 +19,7 @@ import ckpttool
 from ckpttool.distributed import collectives
 from ckpttool.errors import RanksDiffer
 from train import console
-from train.config.flags import shown
-from train.config.sections import RanksConfig
+from train.config.flags import Sections, flags_in, setting_of, shown
 
 # What a machine may have of its own: where its files are, and how many processes load them.
 OF_A_NODE = {"out", "data_root", "download", "workers", "config", "like"}
@@ -31,7 +28,7 @@ SPECS = ("data", "model", "task", "optimizer", "scheduler")
 GIVEN = ("init", "resume", "every")
 
 
-def compare(config: RanksConfig) -> list[str]:
+def compare(config: Sections) -> list[str]:
     """Check that all ranks were given the same settings; return what else differs, as warnings. A collective.
 
     Raises:
@@ -47,7 +44,7 @@ def compare(config: RanksConfig) -> list[str]:
     for name, values in _differing([rank["versions"] for rank in of_ranks]).items():
         text = f"{name} is {_shares(values)}"
         minor = {".".join(value.split(".")[:2]) for value in values}
-        if name == "torch" and len(minor) > 1 and not config.mixed_torch:
+        if name == "torch" and len(minor) > 1 and not config["mixed_torch"]:
             raise RanksDiffer(text, hint="install the same version, or give --mixed-torch")
         warnings.append(f"{text}: the last bits may differ")
     for name, values in _differing([rank["code"] for rank in of_ranks]).items():
@@ -57,7 +54,7 @@ def compare(config: RanksConfig) -> list[str]:
     return warnings
 
 
-def report(config: RanksConfig) -> None:
+def report(config: Sections) -> None:
     """`compare`, with its warnings on rank 0's stderr."""
     for warning in compare(config):
         if collectives.rank() == 0:
@@ -69,21 +66,19 @@ def versions() -> dict[str, str]:
     return {"torch": str(torch.__version__), "ckpttool": ckpttool.__version__, "python": python}
 
 
-def _settings(config: Any) -> dict[str, str]:
-    return {
-        field.name: shown(field, getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if "help" in field.metadata and field.name not in OF_A_NODE
-    }
+def _settings(config: Sections) -> dict[str, str]:
+    fields = {setting_of(field): field for field in flags_in(type(config))}
+    return {name: shown(field, config[name]) for name, field in fields.items() if name not in OF_A_NODE}
 
 
-def code(config: Any) -> dict[str, str]:
+def code(config: Sections) -> dict[str, str]:
     """Return the digest of each of the user's files that is loaded: a SPEC's, and what lies there."""
     return dict(_code(config))
 
 
-def _code(config: Any) -> Iterator[tuple[str, str]]:
-    paths = [getattr(config, spec, "").partition(":")[0] for spec in SPECS]
+def _code(config: Sections) -> Iterator[tuple[str, str]]:
+    settings = config.plain()
+    paths = [settings.get(spec, "").partition(":")[0] for spec in SPECS]
     paths = [path for path in paths if path.endswith(".py")]
     if not paths:  # there is nothing to look for among thousands of modules
         return

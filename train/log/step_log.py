@@ -157,8 +157,8 @@ def work_of(config: TrainConfig, task: Task, place: Place, model: nn.Module, bat
 
     With `--shard` its operations are not counted: a rank may have no room for gradients of the whole.
     """
-    peak = peak_of(place.device, config.amp, place.world_size)
-    if config.shard:
+    peak = peak_of(place.device, config.numbers.amp, place.world_size)
+    if config.model.shard:
         return Work(task.unit, peak=peak)
     copied = copy.deepcopy(model)  # one may count its passes
     forward = partial(task.forward, copied)

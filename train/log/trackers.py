@@ -49,14 +49,14 @@ MOST = 100_000
 
 def check(config: TrainConfig) -> None:
     """Refuse a tracker whose package is missing, or that is named twice, before anything starts."""
-    for name in config.tracker:
+    for name in config.log.tracker:
         # Without an origin it is a mere folder, as W&B makes one.
         if getattr(importlib.util.find_spec(name), "origin", None) is None:
             hint = install(name)
             raise UsageFault(f"--tracker {name}: the package {name} is not installed", hint=hint)
-        if config.tracker.count(name) > 1:
+        if config.log.tracker.count(name) > 1:
             raise UsageFault(f"--tracker {name}: is given twice", hint="give it once")
-    for given in config.also_test if config.tracker else ():
+    for given in config.data.also_test if config.log.tracker else ():
         if given.partition("=")[0] in GROUPS:
             what = f"--also-test {given}: trackers have charts of that name, of something else"
             raise UsageFault(what, hint="name it otherwise")
@@ -73,7 +73,7 @@ def opened(
     """
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = [stack.enter_context(LogFile(folder))]
-        for name in config.tracker:
+        for name in config.log.tracker:
             if name == "tensorboard":
                 sinks.append(stack.enter_context(TensorBoard(folder, step)))
             else:
@@ -250,7 +250,7 @@ class TrackerThread(contextlib.AbstractContextManager[Any]):
     def __init__(
         self, name: str, config: TrainConfig, folder: str, is_told: Callable[[], object] = lambda: False
     ) -> None:
-        self.name, self.grace, self.is_told = name, config.grace, is_told
+        self.name, self.grace, self.is_told = name, config.saving.grace, is_told
         self._settings, self._folder = config.plain(), os.path.abspath(folder)
         self._entries: queue.Queue[tuple[Mapping[str, float], int, float] | None] = queue.Queue()
         self._client: Any = None

@@ -23,7 +23,7 @@ from ckpttool.distributed import nested
 from ckpttool.distributed.divided import holds_parts, part_like
 from ckpttool.errors import UsageFault
 from train.config import sections
-from train.config.sections import TrainConfig
+from train.config.sections import OptimizerConfig
 from train.model.wrapping import block_paths
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -40,17 +40,17 @@ class Rules(NamedTuple):
     scaled: int  # the number of its --lr-scale, from 1; 0 for none
 
 
-def groups_of(config: TrainConfig, model: nn.Module, prefix: str = "") -> list[dict[str, Any]]:
+def groups_of(settings: OptimizerConfig, model: nn.Module, prefix: str = "") -> list[dict[str, Any]]:
     """Return the parameters that require gradients, each once, in groups; those that decay come first.
 
     Args:
         prefix: what precedes the names in a checkpoint (`param_names`), and not in the flags' expressions.
     """
-    is_muon = config.optimizer.lower() == "muon"
-    inside = matrices(model, config.muon_for) if is_muon else set()
-    keeps = _not_decaying(config, model)
-    layers = layers_of(model) if config.layer_decay else {}
-    scales = [sections.scale_in(text) for text in config.lr_scale]
+    is_muon = settings.name.lower() == "muon"
+    inside = matrices(model, settings.muon_for) if is_muon else set()
+    keeps = _not_decaying(settings, model)
+    layers = layers_of(model) if settings.layer_decay else {}
+    scales = [sections.scale_in(text) for text in settings.lr_scale]
     scaled = found_in("--lr-scale", [name for name, _ in scales], model)
     groups: dict[Rules, dict[str, Any]] = {}
     for name, parameter in trained(model).items():
@@ -62,11 +62,11 @@ def groups_of(config: TrainConfig, model: nn.Module, prefix: str = "") -> list[d
     last = max(layers.values(), default=0)
     for rules, group in groups.items():
         factor = scales[rules.scaled - 1][1] if rules.scaled else 1.0
-        factor *= config.layer_decay ** (last - rules.layer) if config.layer_decay else 1.0
+        factor *= settings.layer_decay ** (last - rules.layer) if settings.layer_decay else 1.0
         group |= {"weight_decay": 0.0} if rules.no_decay else {}
         group |= {"muon": not rules.adamw} if is_muon else {}
-        group |= {"lr": config.lr * factor} if factor != 1 and config.lr is not None else {}
-        if rule := _in_words(config, rules, last, is_muon=is_muon):
+        group |= {"lr": settings.lr * factor} if factor != 1 and settings.lr is not None else {}
+        if rule := _in_words(settings, rules, last, is_muon=is_muon):
             group["rule"] = rule
     return [groups[rules] for rules in sorted(groups)]
 
@@ -97,22 +97,22 @@ def found_in(flag: str, patterns: Sequence[str], model: nn.Module) -> dict[str, 
     return found
 
 
-def _in_words(config: TrainConfig, rules: Rules, last: int, *, is_muon: bool) -> str:
+def _in_words(settings: OptimizerConfig, rules: Rules, last: int, *, is_muon: bool) -> str:
     """Return what applies to a group, as `no decay, layer 2 of 6, lr-scale '^head'=10`."""
     parts = ["adamw" if rules.adamw else "muon"] if is_muon else []
     parts += ["no decay"] * rules.no_decay
-    parts += [f"layer {rules.layer} of {last}"] * bool(config.layer_decay)
+    parts += [f"layer {rules.layer} of {last}"] * bool(settings.layer_decay)
     if rules.scaled:
-        parts.append(f"lr-scale {config.lr_scale[rules.scaled - 1]}")
+        parts.append(f"lr-scale {settings.lr_scale[rules.scaled - 1]}")
     return ", ".join(parts)
 
 
-def _not_decaying(config: TrainConfig, model: nn.Module) -> set[str]:
+def _not_decaying(settings: OptimizerConfig, model: nn.Module) -> set[str]:
     """Return the names of the parameters that do not decay."""
-    if config.weight_decay == 0:
+    if settings.weight_decay == 0:
         return set()
-    names = set(found_in("--no-decay", config.no_decay, model))
-    if config.decay_norms:
+    names = set(found_in("--no-decay", settings.no_decay, model))
+    if settings.decay_norms:
         return names
     norms = {
         id(parameter)
@@ -185,13 +185,15 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     return layers
 
 
-def require_same(config: TrainConfig, saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def require_same(
+    model: str, optimizer: str, saved: list[dict[str, Any]], groups: list[dict[str, Any]]
+) -> None:
     """Raise UsageFault if saved groups are of parameters with other names, or divide them otherwise."""
     theirs, ours = ([group["param_names"] for group in each] for each in (saved, groups))
     if {*chain(*theirs)} != {*chain(*ours)}:
-        raise UsageFault(f"--model {config.model}: its parameters have other names than the saved ones")
+        raise UsageFault(f"--model {model}: its parameters have other names than the saved ones")
     if theirs != ours:
-        what = f"--optimizer {config.optimizer}: parameters are in other groups than the saved ones"
+        what = f"--optimizer {optimizer}: parameters are in other groups than the saved ones"
         hint = "on a resume only numbers can change, and weight decay can't begin or end"
         raise UsageFault(what, hint=hint)
 

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.models import factory
-from train.config.sections import TrainConfig
+from train.config.sections import OptimizerConfig
 from train.data.samples import CONTAINERS, digest_of
 from train.data.stream import is_plain
 from train.model.groups import groups_of, restore_state
@@ -42,32 +42,30 @@ KEPT = (int, float, torch.Tensor, numpy.ndarray, deque, *CONTAINERS)
 RULES = ("decay_norms", "no_decay", "lr_scale", "layer_decay")
 
 
-def build_own(config: TrainConfig, model: nn.Module, prefix: str, *, fused: bool) -> Optimizer:
+def build_own(settings: OptimizerConfig, model: nn.Module, prefix: str, *, fused: bool) -> Optimizer:
     """Return the user's optimizer of a model, whose groups say the parameters' names.
 
     Raises:
         UsageFault: the factory does not take what a flag gives, or does not return an optimizer that has each
             parameter that requires gradients once.
     """
-    takes = factory.takes(config.optimizer)
+    takes = factory.takes(settings.name)
     if not (takes("params") or takes("model")):
-        what = f"--optimizer {config.optimizer}: takes neither params nor model, so it can't train one"
+        what = f"--optimizer {settings.name}: takes neither params nor model, so it can't train one"
         raise UsageFault(what, hint="def factory(params, lr=0.1): return torch.optim.SGD(params, lr)")
-    values = {name: getattr(config, name) for name in OFFERED} | {"fused": fused or None}
+    values = {name: getattr(settings, name) for name in OFFERED} | {"fused": fused or None}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
     refused = [name for name in given if not takes(name)]
-    refused += [name for name in RULES if getattr(config, name) and not takes("params")]
+    refused += [name for name in RULES if getattr(settings, name) and not takes("params")]
     if refused:
         name = "params" if refused[0] in RULES else refused[0]
-        what = f"--{refused[0].replace('_', '-')}: {config.optimizer} takes no {name}"
+        what = f"--{refused[0].replace('_', '-')}: {settings.name} takes no {name}"
         raise UsageFault(what, hint=f"let the factory take {name}, or leave the flag out")
-    made = factory.build(config.optimizer, params=groups_of(config, model, prefix), model=model, **given)
+    made = factory.build(settings.name, params=groups_of(settings, model, prefix), model=model, **given)
     if not isinstance(made, Optimizer):
-        what = (
-            f"--optimizer {config.optimizer}: returned a {type(made).__name__}, not a torch.optim.Optimizer"
-        )
+        what = f"--optimizer {settings.name}: returned a {type(made).__name__}, not a torch.optim.Optimizer"
         raise UsageFault(what)
-    _name(made, config.optimizer, model, prefix)
+    _name(made, settings.name, model, prefix)
     return made
 
 
@@ -93,14 +91,14 @@ def _name(optimizer: Optimizer, spec: str, model: nn.Module, prefix: str) -> Non
         raise UsageFault(what, hint="add it to a group, or set requires_grad=False on it in the model")
 
 
-def check_resumes(config: TrainConfig, model: nn.Module) -> None:
+def check_resumes(settings: OptimizerConfig, model: nn.Module) -> None:
     """Raise UsageFault unless a new optimizer that loads the state of another takes the same next step.
 
     On copies of the parameters; the random numbers are put back.
     """
-    said = f"--optimizer {config.optimizer}"
+    said = f"--optimizer {settings.name}"
     models = [copy.deepcopy(model).cpu() for _ in range(2)]
-    first, second = (build_own(config, each, "", fused=False) for each in models)
+    first, second = (build_own(settings, each, "", fused=False) for each in models)
     _step(models[0], first, 0)
     state = first.state_dict()
     if odd := sorted(map(str, state.keys() - {"state", "param_groups"})):
@@ -220,22 +218,22 @@ class Muon(Optimizer):
             part.step()
 
 
-def check(config: TrainConfig, model: nn.Module) -> None:
+def check(settings: OptimizerConfig, model: nn.Module, name: str) -> None:
     """Check that the optimizer exists, takes the settings, and can update the model's parameters.
 
     Takes one step with gradients of zero on copies of the parameters, in this process alone.
     """
-    is_own = ":" in config.optimizer
-    if config.zero and not is_own and _kind(config.optimizer) is Muon:
+    is_own = ":" in settings.name
+    if settings.zero and not is_own and _kind(settings.name) is Muon:
         raise UsageFault("--zero: muon's state is not divided among ranks", hint="leave it out")
     copied = copy.deepcopy(model).cpu()
-    if config.zero:
-        _check_one_dtype(groups_of(config, copied))
+    if settings.zero:
+        _check_one_dtype(groups_of(settings, copied))
     try:
         if is_own:
-            check_resumes(config, copied)
+            check_resumes(settings, copied)
             return
-        optimizer = build_optimizer(dataclasses.replace(config, zero=False), copied)
+        optimizer = build_optimizer(dataclasses.replace(settings, zero=False), copied)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
@@ -244,10 +242,10 @@ def check(config: TrainConfig, model: nn.Module) -> None:
         raise
     except Exception as error:  # each class checks in its own way
         reason = " ".join(str(error).split())
-        raise UsageFault(f"--optimizer {config.optimizer}: can't train {config.model}: {reason}") from error
+        raise UsageFault(f"--optimizer {settings.name}: can't train {name}: {reason}") from error
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module, prefix: str = "") -> Optimizer:
+def build_optimizer(settings: OptimizerConfig, model: nn.Module, prefix: str = "") -> Optimizer:
     """Return the optimizer of the parameters that require gradients.
 
     Its groups say the parameters' names (`param_names`), so a saved state says which entry is whose.
@@ -258,16 +256,14 @@ def build_optimizer(config: TrainConfig, model: nn.Module, prefix: str = "") -> 
     Args:
         prefix: what precedes the model's own names in a checkpoint.
     """
-    if ":" in config.optimizer:
-        return build_own(config, model, prefix, fused=_is_fused(config, model))
-    kind, options, groups = _kind(config.optimizer), _options(config), groups_of(config, model, prefix)
-    if config.fused != "off" and "fused" in inspect.signature(kind).parameters:
-        options |= {"fused": True} if _is_fused(config, model) else {}
-    elif config.fused == "on":
-        raise UsageFault(
-            f"--fused on: {config.optimizer} has no fused step", hint="give auto, or leave it out"
-        )
-    return ZeroRedundancyOptimizer(groups, kind, **options) if config.zero else kind(groups, **options)
+    if ":" in settings.name:
+        return build_own(settings, model, prefix, fused=_is_fused(settings, model))
+    kind, options, groups = _kind(settings.name), _options(settings), groups_of(settings, model, prefix)
+    if settings.fused != "off" and "fused" in inspect.signature(kind).parameters:
+        options |= {"fused": True} if _is_fused(settings, model) else {}
+    elif settings.fused == "on":
+        raise UsageFault(f"--fused on: {settings.name} has no fused step", hint="give auto, or leave it out")
+    return ZeroRedundancyOptimizer(groups, kind, **options) if settings.zero else kind(groups, **options)
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float | None) -> torch.Tensor:
@@ -308,24 +304,24 @@ def _kind(name: str) -> type[Optimizer]:
     return kind
 
 
-def _options(config: TrainConfig) -> dict[str, Any]:
+def _options(settings: OptimizerConfig) -> dict[str, Any]:
     """Return what the class is called with; refuse an option that it does not have."""
-    taken = inspect.signature(_kind(config.optimizer)).parameters
-    options: dict[str, Any] = {"lr": config.lr}
+    taken = inspect.signature(_kind(settings.name)).parameters
+    options: dict[str, Any] = {"lr": settings.lr}
     for name in ("momentum", "weight_decay", "nesterov", "betas", "eps"):
-        value = getattr(config, name)
+        value = getattr(settings, name)
         # A momentum of 0 is not passed on: a class other than SGD has its own.
         if name in taken and (value or name == "weight_decay"):
             options[name] = value
         elif value:
             flag = name.replace("_", "-")
-            raise UsageFault(f"--{flag}: {config.optimizer} has none", hint="leave it out")
+            raise UsageFault(f"--{flag}: {settings.name} has none", hint="leave it out")
     return options
 
 
-def _is_fused(config: TrainConfig, model: nn.Module) -> bool:
-    if config.fused != "auto":
-        return config.fused == "on"
+def _is_fused(settings: OptimizerConfig, model: nn.Module) -> bool:
+    if settings.fused != "auto":
+        return settings.fused == "on"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return all(parameter.is_cuda and parameter.is_floating_point() for parameter in trained)
 

@@ -30,7 +30,7 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.divided import part_like
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.models import factory
-from train.config.sections import TrainConfig, fields_of_change
+from train.config.sections import ScheduleConfig, TrainConfig, TrainingConfig, fields_of_change
 from train.model import groups
 from train.model import optimizer as optimizers
 from train.model.groups import require_same
@@ -124,52 +124,63 @@ RISE, BEGIN, END = 0.3, 1 / 25, 1 / 25e4
 
 def check_schedule(config: TrainConfig, steps_per_epoch: int) -> None:
     """Raise UsageFault if a part of the schedule is longer than the training, or a user's is no schedule."""
-    steps = total_steps(config, steps_per_epoch)
-    warmup = config.warmup.in_steps(steps_per_epoch)
+    steps = total_steps(config.training, steps_per_epoch)
+    schedule = config.schedule
+    warmup = schedule.warmup.in_steps(steps_per_epoch)
     if warmup >= steps:
-        what = f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
+        what = f"--warmup {schedule.warmup}: is {warmup} steps, but the whole training has only {steps}"
         raise UsageFault(what)
-    if config.cooldown is not None and warmup + config.cooldown.in_steps(steps_per_epoch) > steps:
-        cooldown = config.cooldown.in_steps(steps_per_epoch)
-        what = f"--cooldown {config.cooldown}: is {cooldown} steps, and the warm-up {warmup}, but the whole "
+    if schedule.cooldown is not None and warmup + schedule.cooldown.in_steps(steps_per_epoch) > steps:
+        cooldown = schedule.cooldown.in_steps(steps_per_epoch)
+        what = (
+            f"--cooldown {schedule.cooldown}: is {cooldown} steps, and the warm-up {warmup}, but the whole "
+        )
         raise UsageFault(f"{what}training has only {steps}")
     tried = sorted({0, steps // 2, steps - 1, *range(0, steps, max(1, steps // TRIED))})
-    rate, again = (rate_of(config, steps, steps_per_epoch) for _ in range(2))
+    rate, again = (rate_of(schedule, config.optimizer.lr, steps, steps_per_epoch) for _ in range(2))
     first = {step: rate(step) for step in tried}
     for step in reversed(tried):  # a resumed run asks a new one, and not from the first step on
         if first[step] != again(step):
-            what = f"--scheduler {config.scheduler}: gives step {step} another factor each time"
+            what = f"--scheduler {schedule.name}: gives step {step} another factor each time"
             raise UsageFault(what, hint="let it depend on the step alone")
 
 
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+def total_steps(training: TrainingConfig, steps_per_epoch: int) -> int:
     """Return the steps that the schedule spans: of `--epochs` or `--max-steps`, whichever ends first.
 
     `--max-time` does not count: it interrupts a training run, which may be resumed.
     """
-    steps = config.epochs * steps_per_epoch
-    return min(steps, config.max_steps) if config.max_steps else steps
+    steps = training.epochs * steps_per_epoch
+    return min(steps, training.max_steps) if training.max_steps else steps
 
 
 def build_scheduler(
     config: TrainConfig, optimizer: Optimizer, total_steps: int, steps_per_epoch: int | None = None
 ) -> LambdaLR:
     """Return the scheduler, to be called after each step that was not skipped."""
-    return LambdaLR(optimizer, rate_of(config, total_steps, steps_per_epoch or total_steps // config.epochs))
+    return LambdaLR(
+        optimizer,
+        rate_of(
+            config.schedule,
+            config.optimizer.lr,
+            total_steps,
+            steps_per_epoch or total_steps // config.training.epochs,
+        ),
+    )
 
 
-def rate_of(config: TrainConfig, steps: int, steps_per_epoch: int) -> Rate:
+def rate_of(schedule: ScheduleConfig, lr: float | None, steps: int, steps_per_epoch: int) -> Rate:
     """Return the schedule of `--scheduler`, of `steps` in all."""
-    warmup = config.warmup.in_steps(steps_per_epoch)
-    if ":" in config.scheduler:
-        return _own(config.scheduler, steps=steps, warmup=warmup, steps_per_epoch=steps_per_epoch)
-    lowest = config.min_lr / config.lr if config.min_lr and config.lr else None
-    if config.scheduler == "onecycle":
+    warmup = schedule.warmup.in_steps(steps_per_epoch)
+    if ":" in schedule.name:
+        return _own(schedule.name, steps=steps, warmup=warmup, steps_per_epoch=steps_per_epoch)
+    lowest = schedule.min_lr / lr if schedule.min_lr and lr else None
+    if schedule.name == "onecycle":
         return partial(
             one_cycle, steps=steps, rise=warmup or RISE * steps, end=END if lowest is None else lowest
         )
-    cooldown = config.cooldown.in_steps(steps_per_epoch) if config.cooldown else round(COOLDOWN * steps)
-    course = partial(rate, config.scheduler, steps=steps, warmup=warmup, cooldown=cooldown)
+    cooldown = schedule.cooldown.in_steps(steps_per_epoch) if schedule.cooldown else round(COOLDOWN * steps)
+    course = partial(rate, schedule.name, steps=steps, warmup=warmup, cooldown=cooldown)
     return partial(_above, course, lowest, warmup) if lowest else course
 
 
@@ -364,20 +375,20 @@ class Updater:
         # Without DDP's prefix, as the user knows the names.
         named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
         self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.total_steps = total_steps(config, steps_per_epoch)
-        self.precision = Precision(config.amp, device)
+        self.total_steps = total_steps(config.training, steps_per_epoch)
+        self.precision = Precision(config.numbers.amp, device)
         # The model itself knows its names as the user does; a checkpoint has them with DDP's prefix.
         bare = model.get_submodule("module")
-        self.optimizer = optimizers.build_optimizer(config, bare, "module.")
+        self.optimizer = optimizers.build_optimizer(config.optimizer, bare, "module.")
         self.scheduler = build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
-        self.ema = Ema(model, config.ema) if config.ema else None
+        self.ema = Ema(model, config.optimizer.ema) if config.optimizer.ema else None
         self._has_stepped = False
 
     @property
     def lr(self) -> float:
         """The learning rate of what no rule scales; of the first group of a user's own optimizer."""
         first = self.optimizer.param_groups[0]["initial_lr"]
-        base = first if self.config.lr is None else self.config.lr
+        base = first if self.config.optimizer.lr is None else self.config.optimizer.lr
         return float(base * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch))
 
     def step(self, *, measured: bool) -> tuple[float, torch.Tensor | None]:
@@ -387,15 +398,15 @@ class Updater:
         """
         self.precision.unscale(self.optimizer)
         norm = None
-        if self.config.clip_norm or measured:
-            norm = optimizers.clip([p for _, p in self.parameters], self.config.clip_norm)
+        if self.config.optimizer.clip_norm or measured:
+            norm = optimizers.clip([p for _, p in self.parameters], self.config.optimizer.clip_norm)
         lr = self.lr
         if self.precision.step(self.optimizer):
             self.scheduler.step()
             if self.ema:
                 self.ema.update()
-        if self.config.shard and not self._has_stepped:
-            who = f"--shard: a group of --optimizer {self.config.optimizer}"
+        if self.config.model.shard and not self._has_stepped:
+            who = f"--shard: a group of --optimizer {self.config.optimizer.name}"
             collectives.report_once(lambda: groups.require_of_parameters(self.optimizer, who))
         self._has_stepped = True
         self.clear_gradients()
@@ -430,7 +441,12 @@ class Updater:
 
     def require_same_names(self, saved: Mapping[str, Any]) -> None:
         """Raise UsageFault if a saved optimizer is of parameters with other names, or in other groups."""
-        require_same(self.config, saved["param_groups"], self.optimizer.param_groups)
+        require_same(
+            self.config.model.name,
+            self.config.optimizer.name,
+            saved["param_groups"],
+            self.optimizer.param_groups,
+        )
 
     def _keep_own_settings(self, fresh: list[dict[str, Any]]) -> None:
         """Give the restored groups this run's settings; no bit differs if those are the same."""
@@ -438,7 +454,7 @@ class Updater:
         scheduler.base_lrs = [group["initial_lr"] for group in fresh]
         groups, changed = (
             self.optimizer.param_groups,
-            ALWAYS | (OF_GROUPS & fields_of_change(self.config.change)),
+            ALWAYS | (OF_GROUPS & fields_of_change(self.config.saving.change)),
         )
         for group, own, rate in zip(groups, fresh, scheduler.lr_lambdas, strict=True):
             group.update({name: own[name] for name in (*changed, "initial_lr") if name in own})

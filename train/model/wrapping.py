@@ -26,7 +26,7 @@ from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from train.config import command_line
-from train.config.sections import TrainConfig
+from train.config.sections import ModelConfig
 
 # Versions of one function that are compiled before torch gives up: each shape and each mode has its own.
 GRAPHS = 64
@@ -56,7 +56,7 @@ def share_extra_states(model: nn.Module) -> None:
         model.load_state_dict(state)
 
 
-def wrap(config: TrainConfig, model: nn.Module) -> None:
+def wrap(settings: ModelConfig, model: nn.Module) -> None:
     """Apply `--compile` and `--grad-checkpoint` to a model, in place, before DDP wraps it: no key changes.
 
     Each batch size has compiled code of its own. If torch made one for all sizes when it met the second,
@@ -64,9 +64,9 @@ def wrap(config: TrainConfig, model: nn.Module) -> None:
     The code is made in the first step of each batch size, which takes seconds to minutes.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    if config.grad_checkpoint:
-        checkpoint_blocks(model, compiled=config.compile)
-    elif config.compile:
+    if settings.grad_checkpoint:
+        checkpoint_blocks(model, compiled=settings.compile)
+    elif settings.compile:
         model.compile(dynamic=False)
 
 
@@ -170,17 +170,19 @@ class _Again:
 # ---- --batchnorm: the layers that a model trains with, and what they ask of the plan --------------------
 
 
-def as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
+def as_trained(settings: ModelConfig, model: nn.Module) -> nn.Module:
     """Return the model with the layers that `--batchnorm` gives it on a CPU; a copy if any is converted."""
-    if config.batchnorm != "plain" and not any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if settings.batchnorm != "plain" and not any(
+        isinstance(module, _BatchNorm) for module in model.modules()
+    ):
         hint = "leave out --batchnorm"
-        raise UsageFault(f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint=hint)
-    if config.batchnorm != "sync":
+        raise UsageFault(f"--batchnorm {settings.batchnorm}: {settings.name} has no BatchNorm", hint=hint)
+    if settings.batchnorm != "sync":
         return model
     try:
         return batchnorm.to_sync(copy.deepcopy(model))
     except UsageFault as fault:
-        what = f"--batchnorm sync: {config.model}: {fault.message}"
+        what = f"--batchnorm sync: {settings.name}: {fault.message}"
         raise UsageFault(what, hint="give plain or pooled") from None
 
 
@@ -189,15 +191,19 @@ def has_torchs_sync(model: nn.Module) -> bool:
 
 
 def check_batchnorm(
-    config: TrainConfig, model: nn.Module, trained: nn.Module, place: Place, plan: Plan
+    settings: ModelConfig,
+    model: nn.Module,
+    trained: nn.Module,
+    device: torch.device,
+    plan: Plan,
+    world_size: int,
 ) -> None:
     """Raise UsageFault if synchronised layers can't work on this device, or with this plan."""
-    world_size = config.virtual_ranks or place.world_size
-    if place.device.type == "cuda" and (config.batchnorm == "sync" or has_torchs_sync(model)):
+    if device.type == "cuda" and (settings.batchnorm == "sync" or has_torchs_sync(model)):
         _check_passes(plan, world_size)
-    if place.device.type == "cpu" and has_torchs_sync(trained):
-        hint = "give --batchnorm sync, which works on a CPU too" if config.batchnorm != "sync" else None
-        raise UsageFault(f"--model {config.model}: torch's SyncBatchNorm works only on GPUs", hint=hint)
+    if device.type == "cpu" and has_torchs_sync(trained):
+        hint = "give --batchnorm sync, which works on a CPU too" if settings.batchnorm != "sync" else None
+        raise UsageFault(f"--model {settings.name}: torch's SyncBatchNorm works only on GPUs", hint=hint)
 
 
 def check_scored(name: str, model: nn.Module) -> None:
@@ -281,22 +287,22 @@ class Sharded(nn.Module):
             those of a unit are known from its first pass on.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module, place: Place) -> None:
+    def __init__(self, settings: ModelConfig, model: nn.Module, place: Place) -> None:
         super().__init__()
         self.parameters_to_ignore = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
         collectives.broadcast_into([*model.parameters(), *model.buffers()])
-        groups, ranks = command_line.mesh_sizes(config, place.world_size)
+        groups, ranks = command_line.mesh_sizes(settings.mesh, place.world_size)
         mesh = init_device_mesh(place.device.type, (groups, ranks), mesh_dim_names=("groups", "ranks"))
         how: dict[str, Any] = {"mesh": mesh if groups > 1 else mesh["ranks"]}
-        if config.shard_offload:
+        if settings.shard_offload:
             how["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=place.device.type == "cuda")
-        paths = units(config, model)
+        paths = units(settings, model)
         self.about = _described(
             Counter(type(model.get_submodule(path)).__name__ for path in paths), groups, ranks
         )
         for path in reversed(paths):  # inner ones first
-            fsdp.fully_shard(model.get_submodule(path), mp_policy=_precision(config), **how)
-        fsdp.fully_shard(model, mp_policy=_precision(config, outputs=torch.float32), **how)
+            fsdp.fully_shard(model.get_submodule(path), mp_policy=_precision(settings), **how)
+        fsdp.fully_shard(model, mp_policy=_precision(settings, outputs=torch.float32), **how)
         model.register_forward_hook(_take_apart)
         self.wholes: list[nn.Parameter] = []
         for path in ("", *paths):
@@ -332,8 +338,8 @@ def _described(blocks: Counter[str], groups: int, ranks: int) -> str:
     return f"divided as {', '.join([*named, 'the rest'] if named else ['one unit'])}{mesh}"
 
 
-def _precision(config: TrainConfig, outputs: torch.dtype | None = None) -> fsdp.MixedPrecisionPolicy:
-    if config.shard_dtype is None:
+def _precision(settings: ModelConfig, outputs: torch.dtype | None = None) -> fsdp.MixedPrecisionPolicy:
+    if settings.shard_dtype is None:
         return fsdp.MixedPrecisionPolicy()
     return fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, outputs)
 
@@ -348,7 +354,7 @@ def _take_apart(model: nn.Module, inputs: Any, outputs: Any) -> None:
 # ---- the units ------------------------------------------------------------------------------------------
 
 
-def units(config: TrainConfig, model: nn.Module) -> list[str]:
+def units(settings: ModelConfig, model: nn.Module) -> list[str]:
     """Return the paths of the modules that are put together one at a time, outer ones first.
 
     They are those of `--shard-blocks`, or else the blocks that `--grad-checkpoint` takes. What is in none of
@@ -357,21 +363,21 @@ def units(config: TrainConfig, model: nn.Module) -> list[str]:
     Raises:
         UsageFault: there is no module of a class that was named, or it can't be a unit.
     """
-    found = block_paths(model) if not config.shard_blocks else _of_classes(config, model)
+    found = block_paths(model) if not settings.shard_blocks else _of_classes(settings, model)
     paths = [path for path in found if any(True for _ in model.get_submodule(path).parameters())]
-    if config.shard_blocks:
+    if settings.shard_blocks:
         for path in paths:
             _require_unit(model, path)
     return [path for path in paths if not _shared(model, path)]
 
 
-def _of_classes(config: TrainConfig, model: nn.Module) -> list[str]:
+def _of_classes(settings: ModelConfig, model: nn.Module) -> list[str]:
     classes = {path: type(module).__name__ for path, module in model.named_modules() if path}
-    for name in config.shard_blocks:
+    for name in settings.shard_blocks:
         if name not in classes.values():
-            what = f"--shard-blocks {name}: {config.model} has no module of this class"
+            what = f"--shard-blocks {name}: {settings.name} has no module of this class"
             raise UsageFault(what, hint=f"one of {', '.join(sorted({*classes.values()}))}")
-    return [path for path, name in classes.items() if name in config.shard_blocks]
+    return [path for path, name in classes.items() if name in settings.shard_blocks]
 
 
 def _require_unit(model: nn.Module, path: str) -> None:
@@ -396,26 +402,24 @@ def _shared(model: nn.Module, path: str) -> str:
 # ---- what can't be divided ------------------------------------------------------------------------------
 
 
-def check_sharding(config: TrainConfig, model: nn.Module) -> None:
+def check_sharding(settings: ModelConfig, model: nn.Module, optimizer: str) -> None:
     """Raise UsageFault if `--shard` can't divide this model or its optimizer's state. Sends nothing."""
-    if not config.shard:
+    if not settings.shard:
         return
-    if (
-        config.optimizer.lower() not in OPTIMIZERS and ":" not in config.optimizer
-    ):  # of a user's: we can't know
-        what = f"--shard and --optimizer {config.optimizer}: it needs whole matrices"
+    if optimizer.lower() not in OPTIMIZERS and ":" not in optimizer:  # of a user's: we can't know
+        what = f"--shard and --optimizer {optimizer}: it needs whole matrices"
         hint = f"give one of {', '.join(sorted(OPTIMIZERS))}, or leave out --shard"
         raise UsageFault(f"{what}, and a rank has a part of each", hint=hint)
     for name, parameter in model.named_parameters():
         if reason := _indivisible(parameter):
-            what = f"--shard: parameter {name} of {config.model} {reason}"
+            what = f"--shard: parameter {name} of {settings.name} {reason}"
             raise UsageFault(what, hint="leave out --shard, or change the model")
-    inner = units(config, model)
+    inner = units(settings, model)
     for path in ("", *inner):
         _require_one_dtype(model, path, inner)
     for path, module in model.named_modules():
-        if config.shard_dtype and isinstance(module, _BatchNorm):
-            what = f"--shard-dtype bf16: '{path}' of {config.model} is a {type(module).__name__}"
+        if settings.shard_dtype and isinstance(module, _BatchNorm):
+            what = f"--shard-dtype bf16: '{path}' of {settings.name} is a {type(module).__name__}"
             hint = "give --amp bf16, which normalises in float32"
             raise UsageFault(f"{what}, whose statistics are float32", hint=hint)
 
@@ -438,9 +442,9 @@ def _require_one_dtype(model: nn.Module, path: str, inner: list[str]) -> None:
         raise UsageFault(what, hint="give the layers of each dtype a class of their own, as --shard-blocks")
 
 
-def check_outputs(config: TrainConfig, outputs: Any) -> None:
+def check_outputs(settings: ModelConfig, outputs: Any) -> None:
     """Raise UsageFault for outputs in which FSDP2 finds no tensor: it would sum no gradient."""
     found = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-    if config.shard and not any(tensor.requires_grad for tensor in found):
-        what = f"--shard: {config.model} returns a {type(outputs).__name__}, in which FSDP2 finds no tensor"
+    if settings.shard and not any(tensor.requires_grad for tensor in found):
+        what = f"--shard: {settings.name} returns a {type(outputs).__name__}, in which FSDP2 finds no tensor"
         raise UsageFault(what, hint="return a tensor, or a tuple, list or dict of them")

@@ -29,7 +29,7 @@ from train import console
 from train.checkpoint.files import BEST, DELTA, LAST, NUMBERED, is_taken, remove_unnamed
 from train.checkpoint.format import require_file, versions
 from train.config import command_line
-from train.config.sections import TrainConfig
+from train.config.sections import SavingConfig, TrainConfig
 from train.launch import same_settings
 from train.trainer.trainer import Trainer
 
@@ -43,39 +43,39 @@ TENSORBOARD = os.path.join("tensorboard", "events.out.tfevents.*")
 
 
 @contextlib.contextmanager
-def claimed(config: TrainConfig, now: str) -> Iterator[str]:
+def claimed(saving: SavingConfig, now: str) -> Iterator[str]:
     """Make the folder for the run's files (runs/`now` without `--out`), and keep other runs out of it.
 
     UsageFault if it can't be written, another run writes there, or it holds a run and no flag allows that.
     """
-    if config.resume not in (None, "auto"):
-        require_file(config.resume)
-    folder = config.out or _unused(os.path.join("runs", now))
+    if saving.resume not in (None, "auto"):
+        require_file(saving.resume)
+    folder = saving.out or _unused(os.path.join("runs", now))
     with contextlib.ExitStack() as stack:
         try:
             os.makedirs(folder, exist_ok=True)
             stack.enter_context(locked(folder, f"--out {folder}"))
-            _check_files(folder, config)
+            _check_files(folder, saving)
             check_writable(folder)
             remove_abandoned(folder)
             _remove_leftovers(folder)
-            if not config.resume:
+            if not saving.resume:
                 _clear(folder)
         except OSError as error:
             raise UsageFault(f"--out {folder}: {reason(error)}") from error
         yield folder
 
 
-def _check_files(folder: str, config: TrainConfig) -> None:
+def _check_files(folder: str, saving: SavingConfig) -> None:
     """Raise UsageFault if the folder holds a run that no flag allows to touch, or something to wait for."""
     own, settings = _own_files(folder), os.path.join(folder, command_line.CONFIG_FILE)
     if os.path.lexists(settings) and not command_line.is_of_a_run(settings):
         what = f"{settings}: is not of a run, and each run writes its settings there"
         raise UsageFault(what, hint="give it another name")
-    if own and not config.force and not _goes_on_in(folder, config):
+    if own and not saving.force and not _goes_on_in(folder, saving):
         hint = "--resume auto continues it, --force overwrites it, --out names another folder"
         raise UsageFault(f"{folder}: already holds a run", hint=hint)
-    for path in own if config.resume else ():
+    for path in own if saving.resume else ():
         if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
             raise UsageFault(f"{path}: is a named pipe, not a file of a run", hint="remove it")
         real = os.path.realpath(path)
@@ -94,11 +94,11 @@ def check_writable(folder: str) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def _goes_on_in(folder: str, config: TrainConfig) -> bool:
+def _goes_on_in(folder: str, saving: SavingConfig) -> bool:
     """Return whether the resumed run is the one in the folder, and not another that would overwrite it."""
-    if config.resume in (None, "auto"):
-        return config.resume == "auto"
-    return os.path.realpath(os.path.dirname(config.resume)) == os.path.realpath(folder)
+    if saving.resume in (None, "auto"):
+        return saving.resume == "auto"
+    return os.path.realpath(os.path.dirname(saving.resume)) == os.path.realpath(folder)
 
 
 def _unused(folder: str) -> str:
@@ -216,7 +216,7 @@ def write_settings(trainer: Trainer, folder: str) -> list[str]:
     """
     config, about = trainer.config, _about(trainer)
     # Before it is written: the run may be the same.
-    remarks = [] if config.like is None else list(_differences(config, config.like, about))
+    remarks = [] if config.settings.like is None else list(_differences(config, config.settings.like, about))
     path = os.path.join(folder, command_line.CONFIG_FILE)
     try:
         with naming(path), replacing(path) as file:

@@ -85,12 +85,12 @@ class Hook:
     ) -> None:
         config = trainer.config
         self.trainer, self.folder, self.tell, self.is_told = trainer, folder, tell, is_told
-        self.spec = config.every[1] if config.every else ""
+        self.spec = config.log.every[1] if config.log.every else ""
         self.function = factory.function(self.spec) if self.spec else None
         # Other ranks wait for --timeout, and for one that does nothing for --hang-timeout.
         several = trainer.place.world_size > 1
-        self.idle = config.hang_timeout / 2 or None
-        self.most = config.timeout / 2 if several else None
+        self.idle = config.ranks.hang_timeout / 2 or None
+        self.most = config.ranks.timeout / 2 if several else None
         self.failures = 0
 
     def call(self) -> None:

@@ -27,25 +27,27 @@ def run(config: TrainConfig) -> None:
         from train.data import data_set, samples, stream
 
         # No task: samples are only counted, and need no classes.
-        parts = data_set.load_parts(replace(config, task=""), seed=config.seed)
+        parts = data_set.load_parts(
+            replace(config.data, task=""), seed=config.numbers.seed, batch_size=config.batch.size
+        )
         if isinstance(parts.train, stream.Stream):
-            what = f"--preview: --data {config.data} is a stream, whose samples have no numbers"
+            what = f"--preview: --data {config.data.name} is a stream, whose samples have no numbers"
             raise UsageFault(
                 what, hint="step s takes its samples s · batch to (s + 1) · batch, in their order"
             )
-        show(make_plan(config, samples.count(parts.train)), config.data, config, config.json)
+        show(make_plan(config, samples.count(parts.train)), config.data.name, config, config.preview.json)
 
 
 def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None:
     """Print a plan: a table of its first epoch and what is worth knowing, or every epoch as JSON."""
-    world_size = config.spawn or given_world_size()
+    world_size = config.ranks.spawn or given_world_size()
     if as_json:
-        console.show(json.dumps(entries(plan, world_size, config.epochs)))
+        console.show(json.dumps(entries(plan, world_size, config.training.epochs)))
         return
     width = shutil.get_terminal_size((80, 24)).columns
     heading = [console.folded(line, sys.stdout, indent=8) for line in _heading(plan, world_size, data_name)]
     said = sentences(plan, world_size)
-    if config.rank_share == "auto":
+    if config.batch.rank_share == "auto":
         said = ["--rank-share auto: shares are equal until the speeds of the ranks have been measured", *said]
     said = [console.folded(line, sys.stdout) for line in said]
     console.show("\n".join([*heading, "", *table(plan, world_size, width), "", *said]))

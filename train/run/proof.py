@@ -13,7 +13,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,17 +80,17 @@ class Proof(Recorder):
                 chain.cut_off(self.path)
             if os.path.getsize(self.path):
                 self.last = chain.read(self.path)[0][-1]
-        usual = {name: getattr(TrainConfig(), name) for name in NOT_OF_THE_TRAINING}
+        usual = {name: TrainConfig()[name] for name in NOT_OF_THE_TRAINING}
         self._write(
             "begin",
             step=trainer.progress.global_step,
             source=source,
-            arguments=arguments_of(replace(config, **usual)),
-            init=config.init and [config.init, *config.init_allow_missing],
-            code={name: getattr(config, name) for name in same_settings.SPECS},
+            arguments=arguments_of(config.changed(**usual)),
+            init=config.model.init and [config.model.init, *config.model.init_allow_missing],
+            code={name: config[name] for name in same_settings.SPECS},
             every=self.every,
             ranks=collectives.world_size(),
-            virtual_ranks=config.virtual_ranks,
+            virtual_ranks=config.batch.virtual_ranks,
             samples=trainer.feed.plan.samples,
             data=trainer.data.fingerprint,
             contents=trainer.data.contents,
@@ -139,7 +138,7 @@ class Proof(Recorder):
 
     def _write_epoch(self) -> None:
         plan, progress, order = self.trainer.feed.plan, self.trainer.progress, hashlib.sha256()
-        ranks = self.trainer.config.virtual_ranks or collectives.world_size()
+        ranks = self.trainer.config.batch.virtual_ranks or collectives.world_size()
         if isinstance(plan.order(progress.epoch), InOrder):  # computed from the plan where it is used
             order.update(repr((plan, progress.epoch, ranks)).encode())
         else:
@@ -194,7 +193,7 @@ class Proof(Recorder):
     def _weights(self) -> dict[str, Any]:
         """Return the model's state, whole on rank 0. A collective with `--shard`."""
         state: dict[str, Any] = self.trainer.ddp.module.state_dict()
-        return divided.whole(state) if self.trainer.config.shard else state
+        return divided.whole(state) if self.trainer.config.model.shard else state
 
     def _write(self, kind: str, **fields: Any) -> None:
         with self._alone:
@@ -212,8 +211,8 @@ def recorder_of(trainer: Trainer, folder: str) -> Recorder:
 
     def every() -> int | None:
         path = os.path.join(folder, chain.NAME)
-        if config.prove_every or not config.resume or not os.path.exists(path):
-            return config.prove_every
+        if config.saving.prove_every or not config.saving.resume or not os.path.exists(path):
+            return config.saving.prove_every
         begun = [link.entry for link in chain.read(path)[0] if link.entry.get("kind") == "begin"]
         return int(begun[-1]["every"]) if begun else None
 

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -118,7 +117,7 @@ class Bar:
         from tqdm import tqdm
 
         progress, total = self.trainer.progress, self.trainer.feed.known_steps
-        label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
+        label = f"epoch {progress.epoch + 1}/{self.trainer.config.training.epochs}"
         look: dict[str, Any] = {"unit": "step", "leave": False, "dynamic_ncols": True}
         with tqdm(total=total, initial=progress.step, desc=label, **look) as self._bar:
             for step in steps:
@@ -138,7 +137,7 @@ class Bar:
         found += [f"MFU {mfu:.0%}"] if mfu else []
         found.append(f"{peak_memory(trainer.place.device) / 1e9:.1f} GB")
         done = trainer.progress.global_step - self._first
-        if done > 0 and (trainer.feed.known_steps is not None or trainer.config.max_steps):
+        if done > 0 and (trainer.feed.known_steps is not None or trainer.config.training.max_steps):
             left = trainer.updater.total_steps - trainer.progress.global_step
             found.append(f"{in_hours((time.monotonic() - self._began) / done * max(left, 0))} left")
         return found
@@ -204,13 +203,13 @@ def header(trainer: Trainer, folder: str) -> dict[str, str]:
     """Return the lines of the head, each a word and what it says."""
     config, data, place = trainer.config, trainer.data, trainer.place
     parameters = sum(parameter.numel() for parameter in trainer.ddp.parameters())
-    virtual = " on virtual ranks" if config.virtual_ranks else ""
+    virtual = " on virtual ranks" if config.batch.virtual_ranks else ""
     plan = trainer.feed.plan
-    dealt = shares(plan, config.virtual_ranks or place.world_size)
+    dealt = shares(plan, config.batch.virtual_ranks or place.world_size)
     tests = {name: other.parts()[-1].samples for name, other in data.others.items()}
     others = "".join(f"\n{'':8}{name}: {count(samples):,} samples" for name, samples in tests.items())
     return {
-        "model": f"{config.model}, {parameters:,} parameters",
+        "model": f"{config.model.name}, {parameters:,} parameters",
         "data": f"{data.name}\n{'':8}{describe(data)}{others}",
         "ranks": f"{place.world_size} on {place.device.type} ({place.backend}){_divided(trainer)}",
         "batch": f"{dealt}{virtual}, {_steps(trainer)}",
@@ -266,19 +265,19 @@ def shares(plan: Plan, world_size: int) -> str:
 def recipe(config: TrainConfig) -> str:
     """Return the main settings of a run, in brief."""
     plain = TrainConfig()
-    length = counted(config.epochs, "epoch")
-    length += f" or {config.max_steps} steps" * bool(config.max_steps)
-    rate = "" if config.lr is None else f" lr {config.lr:g}"
-    parts = [length, f"{config.optimizer}{rate}", config.scheduler]
-    if config.warmup.number:
-        parts.append(f"warmup {config.warmup}")
-    if config.accumulate > 1:
-        parts.append(f"{config.accumulate} passes per step")
+    length = counted(config.training.epochs, "epoch")
+    length += f" or {config.training.max_steps} steps" * bool(config.training.max_steps)
+    rate = "" if config.optimizer.lr is None else f" lr {config.optimizer.lr:g}"
+    parts = [length, f"{config.optimizer.name}{rate}", config.schedule.name]
+    if config.schedule.warmup.number:
+        parts.append(f"warmup {config.schedule.warmup}")
+    if config.batch.accumulate > 1:
+        parts.append(f"{config.batch.accumulate} passes per step")
     for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
-        value = getattr(config, name)
-        if value != getattr(plain, name):
+        value = config[name]
+        if value != plain[name]:
             parts.append(f"{name.replace('_', '-')} {value}")
-    return ", ".join([*parts, f"seed {config.seed}"])
+    return ", ".join([*parts, f"seed {config.numbers.seed}"])
 
 
 def in_lines(recipe: str) -> str:
@@ -323,13 +322,13 @@ class Report:
     def _say_header(self, remarks: list[tuple[str, str]]) -> None:
         config = self.trainer.config
         remarks = [*header(self.trainer, self.folder).items(), *remarks]
-        if config.accumulate > 1 and (why := self.trainer.depends_on_passes()):
+        if config.batch.accumulate > 1 and (why := self.trainer.depends_on_passes()):
             remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
         for word, remark in remarks:
             words = [f"{word:<6}", *[" " * 6] * remark.count("\n")]
             for first, line in zip(words, remark.split("\n"), strict=True):
                 console.say(console.folded(f"{first}  {line.strip()}", sys.stdout, indent=8))
-        if self.trainer.progress.epoch < config.epochs:
+        if self.trainer.progress.epoch < config.training.epochs:
             if hidden := ", ".join(self._table.hidden):
                 note = f"note    the terminal is too narrow for columns that the log has: {hidden}"
                 console.say(console.folded(note, sys.stdout, indent=8))
@@ -338,12 +337,12 @@ class Report:
     def _width(self) -> int:
         """Return the columns of `3/10`, or of `2.50/10` where scores come in the middle of epochs."""
         config = self.trainer.config
-        parts = config.eval_every.unit == "steps" or config.max_steps
-        return max(7, len(f"{config.epochs}/{config.epochs}") + 3 * bool(parts))
+        parts = config.task.eval_every.unit == "steps" or config.training.max_steps
+        return max(7, len(f"{config.training.epochs}/{config.training.epochs}") + 3 * bool(parts))
 
     def _done(self) -> str:
         """Return how far the run has come: `3/10`, `2.50/10`, or `step 250` in an epoch of any length."""
-        progress, epochs = self.trainer.progress, self.trainer.config.epochs
+        progress, epochs = self.trainer.progress, self.trainer.config.training.epochs
         if progress.step and self.trainer.feed.known_steps is None:
             return f"step {progress.global_step}"
         return f"{self.trainer.epochs_done():.2f}/{epochs}" if progress.step else f"{progress.epoch}/{epochs}"
@@ -514,11 +513,15 @@ class Report:
             return "nothing was saved yet (--save-every N[steps|epochs])"
         config, ranks = self.trainer.config, self.trainer.place.world_size
         spawned = ranks if started_by_spawn() else None
-        stop_at = config.stop_at if (config.stop_at or 0) > self.trainer.progress.global_step else None
+        stop_at = (
+            config.saving.stop_at
+            if (config.saving.stop_at or 0) > self.trainer.progress.global_step
+            else None
+        )
         if ranks != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         start = ["python"] if spawned or ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
-        resumed = replace(config, out=self.folder, resume="auto", force=False, spawn=spawned, stop_at=stop_at)
+        resumed = config.changed(out=self.folder, resume="auto", force=False, spawn=spawned, stop_at=stop_at)
         flags = command_line.arguments_of(resumed)
         return f"to continue:\n{command_line.to_paste([*start, command_line.program('main'), *flags])}"
 

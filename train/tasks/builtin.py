@@ -32,7 +32,7 @@ from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
 from ckpttool.metrics.base import measures
 from ckpttool.models import factory
-from train.config.sections import DataConfig
+from train.config.flags import Sections
 from train.data.samples import IGNORED, Collate, kind_of
 
 if TYPE_CHECKING:
@@ -384,44 +384,46 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
-TASKS: dict[str, Callable[[Data, Any], Task]] = {
-    "classification": lambda data, config: Classification(data, _smoothing(config), _weights(config, data)),
-    "regression": lambda data, config: Regression(_numbers(data)),
-    "language-model": lambda data, config: LanguageModel(data, _smoothing(config)),
-    "model-loss": lambda data, config: ModelLoss(),
+TASKS: dict[str, Callable[[Data, Mapping[str, Any]], Task]] = {
+    "classification": lambda data, given: Classification(data, _smoothing(given), _weights(given, data)),
+    "regression": lambda data, _: Regression(_numbers(data)),
+    "language-model": lambda data, given: LanguageModel(data, _smoothing(given)),
+    "model-loss": lambda *_: ModelLoss(),
 }
 NAMES = f"{', '.join(TASKS)} or file.py:factory"
 
 
-def users(config: DataConfig) -> Any:
+def users(name: str) -> Any:
     """Return the object that `--task file.py:factory` makes, an instance; None for a task known by name.
 
     It comes before the data, as it may say how samples become batches.
     """
-    if ":" not in config.task:
+    if ":" not in name:
         return None
     with seeded("task"):
-        return _instance(factory.build(config.task), config.task)
+        return _instance(factory.build(name), name)
 
 
-def collate_of(made: Any, config: DataConfig) -> tuple[Collate, str] | None:
+def collate_of(made: Any, name: str) -> tuple[Collate, str] | None:
     """Return a user's task's own `collate`, with the flag that names the task; None if it has none."""
     given = getattr(made, "collate", None)
-    return None if given is None else (given, f"--task {config.task}")
+    return None if given is None else (given, f"--task {name}")
 
 
-def build(config: DataConfig, data: Data, own: Any = None) -> Task:
+def build(config: Sections, data: Data, own: Any = None) -> Task:
     """Return the task that `--task` names, of a training run or an evaluation; `own` is what `users` made."""
-    for name in ("label_smoothing", "mixup", "cutmix", "class_weights"):
-        labelled = ("classification", "language-model")[: 1 + (name == "label_smoothing")]
-        if getattr(config, name, 0) and config.task not in labelled:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageFault(f"{flag}: --task {config.task} has no labels to change", hint="leave it out")
-    if config.task in TASKS:
-        return TASKS[config.task](data, config)
-    if ":" not in config.task:
-        raise UsageFault(f"--task {config.task}: no such task", hint=f"one of {NAMES}")
-    return adapt(users(config) if own is None else own, config.task)
+    settings = config.plain()  # those of an evaluation are fewer
+    name: str = settings["task"]
+    for setting in ("label_smoothing", "mixup", "cutmix", "class_weights"):
+        labelled = ("classification", "language-model")[: 1 + (setting == "label_smoothing")]
+        if settings.get(setting) and name not in labelled:
+            flag = f"--{setting.replace('_', '-')}"
+            raise UsageFault(f"{flag}: --task {name} has no labels to change", hint="leave it out")
+    if name in TASKS:
+        return TASKS[name](data, settings)
+    if ":" not in name:
+        raise UsageFault(f"--task {name}: no such task", hint=f"one of {NAMES}")
+    return adapt(users(name) if own is None else own, name)
 
 
 def adapt(made: Any, name: str) -> Task:
@@ -447,13 +449,12 @@ def _numbers(data: Data) -> int:
     return numbers_of(target_of((data.train if data.test is None else data.test)[0]))
 
 
-def _smoothing(config: Any) -> float:
-    return float(getattr(config, "label_smoothing", 0.0))
+def _smoothing(given: Mapping[str, Any]) -> float:
+    return float(given.get("label_smoothing", 0.0))
 
 
-def _weights(config: Any, data: Data) -> tuple[float, ...]:
-    """Return `--class-weights`, which an evaluation does not have."""
-    weights: tuple[float, ...] = getattr(config, "class_weights", None) or ()
+def _weights(given: Mapping[str, Any], data: Data) -> tuple[float, ...]:
+    weights: tuple[float, ...] = given.get("class_weights") or ()
     if weights and len(weights) != len(data.classes):
         raise UsageFault(f"--class-weights: {len(weights)} numbers for {len(data.classes)} classes")
     for weight in weights:

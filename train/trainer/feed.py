@@ -39,10 +39,10 @@ class Feed:
         self.plan: Plan = command_line.make_plan(config, count(data.train))
         self.stream = data.train if isinstance(data.train, Stream) else None
         if self.stream is not None:
-            self.stream.batch_size = config.batch_size
-        elif config.skip_damaged:
+            self.stream.batch_size = config.batch.size
+        elif config.data.skip_damaged:
             self.samples = Undamaged(self.samples)
-        self.is_planned = self.stream is None and not config.skip_damaged  # no planned sample is missing
+        self.is_planned = self.stream is None and not config.data.skip_damaged  # no planned sample is missing
         self.ends_at: int | None = None  # steps of the current epoch of a stream, once that is known
         self.positions: dict[int, Position] = {}  # of the stream's lanes, as far as this rank has used them
         self.skipped = 0  # what was left out with --skip-damaged, on all ranks
@@ -84,9 +84,9 @@ class Feed:
         # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
         indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
-        seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
+        seed = randomness.seed_from(self.config.numbers.seed, "workers", self.place.rank, epoch, step)
         how: dict[str, Any] = {"collation": self.collation, "seed": seed}
-        loaded = load(self.samples, indices, self.place, self.config.workers, **how)
+        loaded = load(self.samples, indices, self.place, self.config.ranks.workers, **how)
         for micro_batch, batch in zip(taken, loaded, strict=True):
             if isinstance(batch, Read):
                 self._note(batch)
@@ -203,6 +203,6 @@ class Feed:
             UsageFault: the shares can't be dealt: the file was changed.
         """
         ranks, shares = self.place.world_size, saved.get("rank_share")
-        if shares and self.config.rank_share == rank_share == "auto" and saved["world_size"] == ranks:
+        if shares and self.config.batch.rank_share == rank_share == "auto" and saved["world_size"] == ranks:
             self.plan = dataclasses.replace(self.plan, rank_share=tuple(shares))
             check(self.plan, ranks, command_line.flag)

@@ -24,7 +24,7 @@ from ckpttool.metrics.base import measures, update
 from ckpttool.models import factory
 from train import console
 from train.config.command_line import make_plan
-from train.config.sections import TrainConfig
+from train.config.sections import ModelConfig, TrainConfig
 from train.data.augment import augmented
 from train.data.batches import Undamaged, trial_batch
 from train.data.data_set import Data
@@ -121,29 +121,29 @@ def initialise(trial: Trial, model: nn.Module) -> None:
 def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan, world_size: int) -> None:
     """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
     # Synchronised layers see the samples of all ranks.
-    together = config.batchnorm == "sync"
+    together = config.model.batchnorm == "sync"
     sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
     # Nobody knows the last batch of a stream.
-    unknown = isinstance(trial.data.train, Stream) or config.skip_damaged
+    unknown = isinstance(trial.data.train, Stream) or config.data.skip_damaged
     smallest = 1 if unknown else min(sizes - {0})
     copied = copy.deepcopy(model)
-    if config.batchnorm == "pooled":
+    if config.model.batchnorm == "pooled":
         RunningStatistics(copied)
-    if config.grad_checkpoint:
+    if config.model.grad_checkpoint:
         wrapping.checkpoint_blocks(copied)
     try:
         outputs, batch = trial.forward(copied, smallest)
     except Exception as error:
-        if config.batchnorm == "pooled":
-            _refuse_whole_graph(config.model, error)
+        if config.model.batchnorm == "pooled":
+            _refuse_whole_graph(config.model.name, error)
         if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
             if unknown:
-                what = f"--model {config.model}: BatchNorm can't compute the statistics of one value"
-                hint = f"a batch of --data {config.data} may be as small: give a model without it"
+                what = f"--model {config.model.name}: BatchNorm can't compute the statistics of one value"
+                hint = f"a batch of --data {config.data.name} may be as small: give a model without it"
                 raise UsageFault(what, hint=hint) from error
-            raise wrapping.batch_of_one(config.model, plan, world_size) from error
+            raise wrapping.batch_of_one(config.model.name, plan, world_size) from error
         raise trial.unfit(error) from error
-    wrapping.check_outputs(config, outputs)
+    wrapping.check_outputs(config.model, outputs)
     total, _ = trial.loss(outputs, batch, smallest)
     check_count(trial, outputs, smallest)
     if not total.requires_grad:
@@ -155,9 +155,11 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
     for name, parameter in copied.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             what = f"parameter {name} gets a sparse gradient, and ranks average dense ones"
-            raise UsageFault(f"--model {config.model}: {what}", hint="make its layer without sparse=True")
-    if not config.find_unused:
-        _check_used(config.model, copied)
+            raise UsageFault(
+                f"--model {config.model.name}: {what}", hint="make its layer without sparse=True"
+            )
+    if not config.model.find_unused:
+        _check_used(config.model.name, copied)
     copied.zero_grad(set_to_none=True)
     _check_resumes(trial, copied, model, smallest)
 
@@ -267,7 +269,7 @@ def _refuse_whole_graph(name: str, error: Exception) -> None:
 MOST = 0.01
 
 
-def compare_pass(config: TrainConfig, task: Task, model: nn.Module, batch: Any) -> str:
+def compare_pass(settings: ModelConfig, task: Task, model: nn.Module, batch: Any) -> str:
     """Return what differs if a sample has another loss on each rank; "" if it has not. A collective.
 
     The ranks have the same weights and draw the same numbers, so it would depend on an attribute that a
@@ -279,8 +281,8 @@ def compare_pass(config: TrainConfig, task: Task, model: nn.Module, batch: Any) 
     """
     if collectives.world_size() == 1:
         return ""
-    eager = wrapping.not_compiled() if config.compile else contextlib.nullcontext()
-    model = model if config.shard else copy.deepcopy(model)  # one may count its passes
+    eager = wrapping.not_compiled() if settings.compile else contextlib.nullcontext()
+    model = model if settings.shard else copy.deepcopy(model)  # one may count its passes
     with torch.no_grad(), leaving_no_trace(model, together=False), eager:
         randomness.seed_all(randomness.seed_from("a pass"))  # on GPUs too
         loss, _ = task.loss(task.forward(model, batch), batch)
@@ -289,7 +291,7 @@ def compare_pass(config: TrainConfig, task: Task, model: nn.Module, batch: Any) 
     if not other:
         return ""
     where = f"{losses[0]:.4g} on rank 0 and {losses[other]:.4g} on rank {other}"
-    by = f"--model {config.model} and --task {task.name}"
+    by = f"--model {settings.name} and --task {task.name}"
     return f"by {by} a sample has the loss {where}, with the same weights and random numbers"
 
 
@@ -311,62 +313,66 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         _check_stream(config, data.train, place.world_size)
     else:
         _check_by_number(config)
-        data = replace(data, train=Undamaged(data.train)) if config.skip_damaged else data
-    plan, world_size = make_plan(config, count(data.train)), config.virtual_ranks or place.world_size
+        data = replace(data, train=Undamaged(data.train)) if config.data.skip_damaged else data
+    plan, world_size = make_plan(config, count(data.train)), config.batch.virtual_ranks or place.world_size
     if not plan.steps_of(world_size):
         what = f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}"
         raise UsageFault(what, hint=f"give --batch-size {plan.samples} or less")
-    initialise(Trial(config.model, data, task, "training"), model)
+    initialise(Trial(config.model.name, data, task, "training"), model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageFault(f"--model {config.model}: has no parameters to train")
+        raise UsageFault(f"--model {config.model.name}: has no parameters to train")
     said = data.train.steps(plan.batch_size) if isinstance(data.train, Stream) else None
     updater.check_schedule(config, said or plan.steps_of(world_size))
     augmented(data.train, config, len(data.classes))
     if data.test is None:
         _check_unscored(config)
     else:
-        wrapping.check_scored(config.model, model)
-    selection(config.best, task, tuple(data.others))
+        wrapping.check_scored(config.model.name, model)
+    selection(config.scores.best, task, tuple(data.others))
     _check_hook(config)
-    if config.keep_deltas and not compression.is_there():
-        what = f"--keep-deltas {config.keep_deltas}: deltas are packed by zstd, which is not installed"
+    if config.saving.keep_deltas and not compression.is_there():
+        what = f"--keep-deltas {config.saving.keep_deltas}: deltas are packed by zstd, which is not installed"
         raise UsageFault(what, hint=f"{install('delta')}, or use Python 3.14")
-    updater.check_precision(config.amp, place.device, model)
+    updater.check_precision(config.numbers.amp, place.device, model)
     _check_virtual_ranks(config, model)
-    optimizer.check(config, model)
-    wrapping.check_sharding(config, model)
-    trained = wrapping.as_trained(config, model)
-    wrapping.check_batchnorm(config, model, trained, place, plan)
+    optimizer.check(config.optimizer, model, config.model.name)
+    wrapping.check_sharding(config.model, model, config.optimizer.name)
+    trained = wrapping.as_trained(config.model, model)
+    wrapping.check_batchnorm(config.model, model, trained, place.device, plan, world_size)
     if not wrapping.has_torchs_sync(trained):  # it works only on GPUs and in groups
-        trial = Trial(config.model, data, task, "training")
+        trial = Trial(config.model.name, data, task, "training")
         try_training(config, trial, trained, plan, world_size)
         check_sum(trial, model)
 
 
 def _check_hook(config: TrainConfig) -> None:
     try:
-        if config.every:
-            factory.function(config.every[1])
+        if config.log.every:
+            factory.function(config.log.every[1])
     except UsageFault as fault:
         raise UsageFault(f"--every: {fault.message}", hint=fault.hint) from fault
 
 
 def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
     """Raise UsageFault for what needs to know the samples of an epoch, or the samples by their numbers."""
-    given = f"--data {config.data}: a stream"
-    parts = {"--warmup": config.warmup, "--cooldown": config.cooldown}
+    given = f"--data {config.data.name}: a stream"
+    parts = {"--warmup": config.schedule.warmup, "--cooldown": config.schedule.cooldown}
     in_epochs = [name for name, part in parts.items() if part and part.number and part.unit == "epochs"]
-    if stream.length is None and not config.max_steps and (config.scheduler != "none" or in_epochs):
-        what = f"{given} that does not say its length, which --scheduler {config.scheduler} needs"
+    if (
+        stream.length is None
+        and not config.training.max_steps
+        and (config.schedule.name != "none" or in_epochs)
+    ):
+        what = f"{given} that does not say its length, which --scheduler {config.schedule.name} needs"
         raise UsageFault(what, hint="give --max-steps N, or --scheduler none")
     if stream.length is None and in_epochs:
         raise UsageFault(f"{given} that does not say its length", hint=f"give {in_epochs[0]} Nsteps")
-    mixes = any((config.augment != "none", config.mixup, config.cutmix))
+    mixes = any((config.augment.pictures != "none", config.augment.mixup, config.augment.cutmix))
     wrong = {
-        "--sampler torch": config.sampler != "exact",
-        "--drop-last": config.drop_last,
+        "--sampler torch": config.batch.sampler != "exact",
+        "--drop-last": config.batch.drop_last,
         "--augment, --mixup and --cutmix": mixes,
-        "--rank-share auto": config.rank_share == "auto",
+        "--rank-share auto": config.batch.rank_share == "auto",
     }
     for flag, is_given in wrong.items():
         if is_given:
@@ -375,7 +381,7 @@ def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
     if not stream.varies():
         return
     stream.start = (0, {})  # nothing can be compared
-    if world_size * max(config.workers, 1) > 1:
+    if world_size * max(config.ranks.workers, 1) > 1:
         what = f"{given} that gives other samples each time it is read, and each process reads it for itself"
         raise UsageFault(what, hint=SEEDS)
     missing = "if its __iter__ continues instead of restarting, the first samples, read as a check, are lost"
@@ -384,11 +390,14 @@ def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
 
 def _check_by_number(config: TrainConfig) -> None:
     """Raise UsageFault for settings of streams where samples have numbers: they would change nothing."""
-    has_tokens = any((name or "").startswith("tokens:") for name in (config.data, config.test_data))
-    wrong = {"--shuffle-window": config.shuffle_window, "--block-size": config.block_size and not has_tokens}
+    has_tokens = any((name or "").startswith("tokens:") for name in (config.data.name, config.data.test_data))
+    wrong = {
+        "--shuffle-window": config.data.shuffle_window,
+        "--block-size": config.data.block_size and not has_tokens,
+    }
     for flag, is_given in wrong.items():
         if is_given:
-            what = f"{flag}: --data {config.data} has samples by index, which are taken as they are"
+            what = f"{flag}: --data {config.data.name} has samples by index, which are taken as they are"
             raise UsageFault(
                 what, hint="leave it out, or give the data set no __getitem__: then it is a stream"
             )
@@ -397,20 +406,20 @@ def _check_by_number(config: TrainConfig) -> None:
 def _check_unscored(config: TrainConfig) -> None:
     """Raise UsageFault for what needs scores."""
     given = {
-        "--best": config.best,
-        "--keep-best": config.keep_best,
-        "--stop-early": config.stop_early,
-        "--also-test": config.also_test,
+        "--best": config.scores.best,
+        "--keep-best": config.scores.keep_best,
+        "--stop-early": config.scores.stop_early,
+        "--also-test": config.data.also_test,
     }
     for name, value in given.items():
         if value:
-            what = f"{name}: --data {config.data} has no test samples, so nothing is scored"
+            what = f"{name}: --data {config.data.name} has no test samples, so nothing is scored"
             raise UsageFault(what, hint="--test-data names some")
 
 
 def _check_virtual_ranks(config: TrainConfig, model: nn.Module) -> None:
     """Raise UsageFault if `--virtual-ranks` can't compute a model's gradients apart."""
-    if config.virtual_ranks is None:
+    if config.batch.virtual_ranks is None:
         return
     for path, layer in model.named_modules():
         reason = None
@@ -419,7 +428,7 @@ def _check_virtual_ranks(config: TrainConfig, model: nn.Module) -> None:
         elif getattr(layer, "sparse", False) is True:
             reason = "has sparse gradients, and virtual ranks add dense ones"
         if reason:
-            what = f"--virtual-ranks {config.virtual_ranks}: '{path}' of {config.model} {reason}"
+            what = f"--virtual-ranks {config.batch.virtual_ranks}: '{path}' of {config.model.name} {reason}"
             raise UsageFault(what, hint="leave out --virtual-ranks, or give another --model")
 
 

@@ -41,7 +41,7 @@ def settle(trainer: Trainer) -> list[str]:
     same plan. On another number of ranks they are measured again. Returns remarks for the user.
     """
     ranks, plan = trainer.place.world_size, trainer.feed.plan
-    if trainer.config.rank_share != "auto" or ranks == 1:
+    if trainer.config.batch.rank_share != "auto" or ranks == 1:
         return []
     if plan.rank_share:
         return [f"{_flag(plan.rank_share)}, as measured when the run began"]
@@ -79,7 +79,7 @@ def measure(trainer: Trainer) -> Speed:
     if per_sample <= 0:  # the clock is too coarse, or the passes too short
         per_sample = most
     pause = (whole - per_sample * len(indices)) * len(step.micro_batches)
-    loading, workers = load / len(indices), trainer.config.workers
+    loading, workers = load / len(indices), trainer.config.ranks.workers
     return Speed(pause, max(per_sample, loading / workers) if workers else per_sample + loading)
 
 
@@ -157,7 +157,7 @@ PIECE = 1 << 22
 
 def steps_of_virtual_ranks(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
-    place, progress, number = trainer.place, trainer.progress, trainer.config.virtual_ranks
+    place, progress, number = trainer.place, trainer.progress, trainer.config.batch.virtual_ranks
     epoch = progress.epoch
     assert number is not None
     per_rank = number // place.world_size
@@ -208,7 +208,7 @@ def _pass_all(
         if batch is None:
             continue
         key = "virtual", trainer.progress.global_step, virtual, number
-        randomness.seed_all(randomness.seed_from(trainer.config.seed, *key))
+        randomness.seed_all(randomness.seed_from(trainer.config.numbers.seed, *key))
         with log.phase("forward"), precision.autocast():
             outputs = task.forward(model, batch)
             loss, count = task.loss(outputs, batch)

@@ -24,7 +24,7 @@ from ckpttool.distributed.dummy_pass import gradients_zeroed, leaving_no_trace, 
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
-from train.config.sections import OWN, TrainConfig
+from train.config.sections import OWN, ModelConfig, TrainConfig
 from train.data.data_set import Data
 from train.log.step_log import StepLog, Work, work_of
 from train.model import wrapping
@@ -49,8 +49,8 @@ class AllUsed:
     matters, in which all gradients are averaged, and so written to. FSDP2 sums over ranks in each pass.
     """
 
-    def __init__(self, config: TrainConfig, parameters: Named) -> None:
-        self.config, self.parameters = config, parameters
+    def __init__(self, settings: ModelConfig, parameters: Named, *, may_search: bool = True) -> None:
+        self.settings, self.parameters, self.may_search = settings, parameters, may_search
         self._kept: list[torch.Tensor] = []  # with --shard, of the passes before
         self._versions: list[int | None] = []  # else, before the last pass
 
@@ -59,7 +59,7 @@ class AllUsed:
 
     def between(self) -> None:
         gradients = [parameter.grad for _, parameter in self.parameters]
-        if not self.config.shard:
+        if not self.settings.shard:
             self._versions = [None if grad is None else grad._version for grad in gradients]
             return
         self._kept = self._added()
@@ -88,9 +88,9 @@ class AllUsed:
     def _unused(self, name: str, where: str) -> CheckFailed:
         which = f"parameter {name} did not affect the output {where}"
         why = f"{which}, and ranks average the gradients of all parameters"
-        flag = "" if self.config.shard or self.config.virtual_ranks else "give --find-unused, "
+        flag = "give --find-unused, " if self.may_search and not self.settings.shard else ""
         ways = "let every forward pass use it (times 0 if need be), or set requires_grad=False"
-        return CheckFailed(f"--model {self.config.model}: {why}", hint=f"{flag}{ways}")
+        return CheckFailed(f"--model {self.settings.name}: {why}", hint=f"{flag}{ways}")
 
 
 class Used:
@@ -136,13 +136,13 @@ class Used:
 # ---- the trainer -------------------------------------------------------------------------------------
 
 
-def _wrapped(config: TrainConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
+def _wrapped(settings: ModelConfig, model: nn.Module, place: Place) -> DistributedDataParallel | Sharded:
     wrapping.compare(model, "before training")
     wrapping.share_extra_states(model)
-    if config.shard:
-        return Sharded(config, model, place)
+    if settings.shard:
+        return Sharded(settings, model, place)
     how: dict[str, Any] = {"device_ids": [place.device]} if place.device.type == "cuda" else {}
-    return DistributedDataParallel(model, find_unused_parameters=config.find_unused, **how)
+    return DistributedDataParallel(model, find_unused_parameters=settings.find_unused, **how)
 
 
 class Trainer:
@@ -158,33 +158,40 @@ class Trainer:
         self.config, self.data, self.place, self.task = config, data, place, task
         self.feed = Feed(config, data, task, place)
         self.progress = Progress()
-        self.selection = selection(config.best, task, tuple(data.others))
-        scored: dict[str, Any] = {"batch_size": config.eval_batch, "workers": config.workers}
-        scored["in_step"] = config.shard
+        self.selection = selection(config.scores.best, task, tuple(data.others))
+        scored: dict[str, Any] = {"batch_size": config.data.eval_batch, "workers": config.ranks.workers}
+        scored["in_step"] = config.model.shard
         of_test_sets = {OWN: data, **data.others} if data.test is not None else {}
         self.scorers = {name: Scorer(each, task, place, **scored) for name, each in of_test_sets.items()}
-        if not config.shard:  # there a rank may have no room for it
+        if not config.model.shard:  # there a rank may have no room for it
             model = model.to(place.device)
-        if config.batchnorm == "sync":
+        if config.model.batchnorm == "sync":
             batchnorm.to_sync(model)
-        self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
+        self.statistics = RunningStatistics(model) if config.model.batchnorm == "pooled" else None
         self.dummy_batch = self.feed.batch_of([0])
-        self._draws = self._draws_numbers(model) if config.accumulate > 1 or config.resume else False
+        self._draws = (
+            self._draws_numbers(model) if config.batch.accumulate > 1 or config.saving.resume else False
+        )
         work = work_of(config, task, place, model, self.dummy_batch) if place.rank == 0 else Work()
-        wrapping.wrap(config, model)
-        self.ddp = _wrapped(config, model, place)
-        self.differing = preflight.compare_pass(config, task, self.ddp.module, self.dummy_batch)
+        wrapping.wrap(config.model, model)
+        self.ddp = _wrapped(config.model, model, place)
+        self.differing = preflight.compare_pass(config.model, task, self.ddp.module, self.dummy_batch)
         self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
         trained = self.updater.parameters
-        self.used = Used(trained) if config.find_unused else AllUsed(config, trained)
-        self.log = StepLog(config.log_every, place.device, last=self.updater.total_steps)
+        may_search = not config.batch.virtual_ranks
+        self.used = (
+            Used(trained)
+            if config.model.find_unused
+            else AllUsed(config.model, trained, may_search=may_search)
+        )
+        self.log = StepLog(config.log.log_every, place.device, last=self.updater.total_steps)
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
         self.before_update: Callable[[], object] = lambda: None
         self._count_sum: Callable[[], torch.Tensor] | None = None  # over ranks, of the present step
-        if not config.shard:
+        if not config.model.shard:
             settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
-        randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
+        randomness.seed_all(randomness.seed_from(config.numbers.seed, "rank", place.rank))
 
     @property
     def recorder(self) -> Recorder:
@@ -210,7 +217,7 @@ class Trainer:
     def passes(self, step: Step) -> int:
         """Return the number of forward passes of this rank in a step: its own, at least one; or the most of
         any rank, if a pass sends, as through synchronised layers, and ranks must take equally many."""
-        in_step = self.config.batchnorm == "sync" or self.config.shard
+        in_step = self.config.model.batchnorm == "sync" or self.config.model.shard
         return step.passes if in_step else max(len(step.micro_batches), 1)
 
     def run_dummy_step(
@@ -230,7 +237,7 @@ class Trainer:
 
     def not_compiled(self) -> AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
-        return wrapping.not_compiled() if self.config.compile else nullcontext()
+        return wrapping.not_compiled() if self.config.model.compile else nullcontext()
 
     def depends_on_passes(self, *, shares: bool = False) -> str:
         """Return why another `--accumulate` would be another training; "" if it would be the same.
@@ -270,7 +277,7 @@ class Trainer:
         """Return the context of a backward pass: where nothing counts, the gradient of a mean is NaN."""
         if not loss.requires_grad:  # torch's own error does not say in which step
             where = f"in step {self.progress.global_step + 1} the loss of rank {self.place.rank}"
-            what = f"{where} does not depend on the parameters of --model {self.config.model}"
+            what = f"{where} does not depend on the parameters of --model {self.config.model.name}"
             raise CheckFailed(f"--task {self.task.name}: {what}", hint=NO_GRADIENT)
         # A count that lies on the GPU is waited for only where the loss is such a mean.
         is_near = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
@@ -296,7 +303,7 @@ class Trainer:
         planned = step.global_size
         if not self.feed.is_planned:
             step = self.feed.settle(step, int(told[0]), told[1:])
-            if self.epoch_ends_with(step) and self.progress.epoch + 1 == self.config.epochs:
+            if self.epoch_ends_with(step) and self.progress.epoch + 1 == self.config.training.epochs:
                 self.log.last = self.progress.global_step + 1
         if not total > 0:
             sums.loss = sums.count = 0  # a user's own sum over nothing may be NaN
@@ -330,7 +337,7 @@ class Trainer:
             self.log.add(sums.loss, sums.count)
         facts: dict[str, Any] = {"samples": step.global_size, "lr": progress.lr, "epochs": self.epochs_done()}
         loss = self.log.step(progress.global_step, **facts, grad_norm=norm)
-        may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
+        may_overflow = self.config.numbers.amp == "fp16"  # the scaler then leaves the step out
         if loss is not None and math.isnan(loss) and not may_overflow:
             collectives.report_once(self._refuse_nan)
         self.recorder.step(progress.global_step)
