@@ -79,7 +79,7 @@ def test_two_runs_in_one_folder_are_refused_whatever_the_flags(tmp_path):
 def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_outlives_it(tmp_path):
     code = (
         "import os, sys, time; from train.run import folder as run_folder\n"
-        "from train.config.training import TrainConfig\n"
+        "from train.config.sections import TrainConfig\n"
         f"with run_folder.claimed(TrainConfig.of(out={str(tmp_path)!r}).saving, 'now'):\n"
         "    child = os.fork()\n"
         "    if not child: time.sleep(60)\n"
