@@ -468,7 +468,7 @@ def figures(
     latest: dict[str, float], unit: str = "", done: int = 30, steps: int | None = 50, most: int | None = None
 ) -> list[str]:
     trainer: Any = SimpleNamespace(
-        config=SimpleNamespace(max_steps=most),
+        config=SimpleNamespace(training=SimpleNamespace(max_steps=most)),
         feed=SimpleNamespace(known_steps=steps),
         log=SimpleNamespace(latest=latest, work=Work(unit)),
         place=SimpleNamespace(device=torch.device("cpu")),
