@@ -170,7 +170,7 @@ def prepare(config: EvaluateConfig) -> Job:
     collate = tasks.collate_of(own_task, config.data.task)
     data = data_set.load_test(config.data, collate=collate)
     data = data_set.with_others(config.data, data, collate=collate)
-    task = tasks.build(config.data.task, data, own_task)
+    task = tasks.build(config, data, own_task)
     model = models.build(config.scoring.model, shape=data.shape, classes=task.outputs(data))
     for each in (data, *data.others.values()):
         preflight.check_evaluation(config.scoring.model, each, model, task)

@@ -108,7 +108,7 @@ def prepare(config: TrainConfig) -> Job:
     data = data_set.load(config.data, seed=seed, batch_size=config.batch.size, collate=collate)
     data = data_set.with_others(config.data, data, batch_size=config.batch.size, collate=collate)
     randomness.seed_all(randomness.seed_from(seed, "weights"))
-    task = tasks.build(config.data.task, data, own_task, config.task, config.augment)
+    task = tasks.build(config, data, own_task)
     model = models.build(config.model.name, shape=data.shape, classes=task.outputs(data))
     preflight.check(config, data, model, place, task)
     init, may_miss = config.model.init, config.model.init_allow_missing
@@ -131,14 +131,14 @@ def train(job: Job) -> int:
     from train.data import data_set
     from train.launch import same_settings
     from train.run import folder as folders
-    from train.run.run import Run
+    from train.run.run import begun
 
     same_settings.report(job.config)
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data_set.compare(job.data, "before training", workers=job.config.ranks.workers)
     with contextlib.ExitStack() as stack:
         claimed = folders.claimed(job.config.saving, time.strftime("%Y%m%d-%H%M%S"))
-        run = Run(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))
+        run = begun(job, collectives.from_rank_zero(lambda: stack.enter_context(claimed)))
         with run.opened():
             end = train_epochs(run)
         return run.end(end)

@@ -40,7 +40,7 @@ class Shard(Dataset[tuple[Tensor, int]]):
 
 def shards() -> tuple[Shard, Samples]:
     """The digits of this rank's classes (on four ranks 0–2, 3–4, 5–7 and 8–9), and the whole test set."""
-    digits = load(DataConfig(data="digits"))
+    digits = load(DataConfig(name="digits"))
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     labels = [int(label) for _, label in digits.train]
     own = [index for index, label in enumerate(labels) if label * ranks // CLASSES == rank]

@@ -188,8 +188,8 @@ def _use_run(path: Path) -> bool:
     """Do with a run's own files what its next start, `prove`, and plot.py do."""
 
     def start() -> None:
-        config = TrainConfig(resume="auto", out=str(path))
-        with claimed(config, "") as folder, attempts(folder, config, 0) as begin:
+        config = TrainConfig.of(resume="auto", out=str(path))
+        with claimed(config.saving, "") as folder, attempts(folder, config, 0) as begin:
             begin(1)
 
     def draw() -> None:

@@ -163,8 +163,8 @@ def outcome(
     remarks: Iterable[str] = (),
 ) -> str:
     """Run the trainer; return what it printed, or the error that ended it, with its hint and exit code."""
-    config = TrainConfig(**settings)
-    place, task = trainings.place(rank, size), task or tasks.build(config, data)
+    config = TrainConfig.of(**settings)
+    place, task = (trainings.place(rank, size), task or tasks.build(config, data))
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):

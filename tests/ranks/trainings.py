@@ -108,7 +108,7 @@ def farthest(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> fl
 def trainer(
     rank: int, world_size: int, data: Data, model: nn.Module, own_task: Task | None = None, /, **settings: Any
 ) -> Trainer:
-    config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
+    config = TrainConfig.of(**{"scheduler": "none", "decay_norms": True, **settings})
     return Trainer(config, data, model, place(rank, world_size), own_task or tasks.build(config, data))
 
 
@@ -124,7 +124,7 @@ def check(
     **settings: Any,
 ) -> None:
     """Check a training of so many ranks as it is checked before it starts."""
-    config, here = TrainConfig(**settings), Place(rank, ranks, "gloo", torch.device(device))
+    config, here = TrainConfig.of(**settings), Place(rank, ranks, "gloo", torch.device(device))
     preflight.check(config, data, model, here, own_task or tasks.build(config, data))
 
 

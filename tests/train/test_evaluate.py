@@ -287,7 +287,7 @@ def test_every_form_of_a_checkpoint_gives_the_numbers_of_plain_pytorch(saved, ca
         "batch_size",
     }
     assert set(found[0]) == numbers and found[0]["samples"] == 20
-    samples = data_set.load(parse(["x", "--model", "resnet20", "--data", "fake:100"])).test
+    samples = data_set.load(parse(["x", "--model", "resnet20", "--data", "fake:100"]).data).test
     inputs, labels = map(torch.stack, zip(*[(x, torch.tensor(y)) for x, y in samples], strict=True))
     model = models.resnet20()
     model.load_state_dict(torch.load(saved / "plain.pt", weights_only=True))

@@ -42,7 +42,7 @@ def reference() -> str:
 
 
 def _lines() -> Iterator[str]:
-    fields = [field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
+    fields = flags.flags_in(TrainConfig)
     for group in flags.GROUPS:
         yield from ("", f"## {group.capitalize()}", "")
         for field in fields:

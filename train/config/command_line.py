@@ -29,16 +29,7 @@ from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.files.failures import reason
 from ckpttool.transforms.mapping.toml_text import lines, text
 from train.config import sections
-from train.config.flags import (
-    Field,
-    Parser,
-    add_flags,
-    closest,
-    fields_of,
-    flags_in,
-    name_of,
-    setting_of,
-)
+from train.config.flags import Field, Parser, add_flags, closest, fields_of, flags_in, name_of, setting_of
 from train.config.sections import TrainConfig, check
 
 CONFIG_FILE = "config.toml"
@@ -205,19 +196,10 @@ def _setting_lines(
 FILES = ("config", "like")
 
 # What the help shows first.
-FIRST: tuple[str, ...] = (
-    "data",
-    "task",
-    "model",
-    "init",
-    "epochs",
-    "batch_size",
-    "optimizer",
-    "lr",
-    "weight_decay",
-    "amp",
+FIRST = (
+    *("data", "task", "model", "init", "epochs", "batch_size", "optimizer", "lr", "weight_decay"),
+    *("amp", "seed", "workers", "spawn", "out", "resume"),
 )
-FIRST += ("seed", "workers", "spawn", "out", "resume")
 
 EXAMPLES = """\
 examples:
@@ -429,7 +411,8 @@ def mesh_sizes(mesh: str | None, world_size: int) -> tuple[int, int]:
 
 def _check_sharding(config: TrainConfig, world_size: int) -> None:
     """Refuse flags that need `--shard`, and those that can't be combined with it; UsageFault names both."""
-    if not config.model.shard:
+    batch, model = config.batch, config.model
+    if not model.shard:
         for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload", "save_parts"):
             if config[name]:
                 raise UsageFault(
@@ -438,56 +421,41 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
         return
     against = (
         ("--zero", config.optimizer.zero, "the optimizer's state is divided already"),
-        (
-            f"--virtual-ranks {config.batch.virtual_ranks}",
-            config.batch.virtual_ranks,
-            "they add whole gradients",
-        ),
-        (
-            "--find-unused",
-            config.model.find_unused,
-            "gradients of a unit are sent as one, and all ranks need each",
-        ),
-        ("--rank-share auto", config.batch.rank_share == "auto", "ranks wait for each other in every pass"),
+        (f"--virtual-ranks {batch.virtual_ranks}", batch.virtual_ranks, "they add whole gradients"),
+        ("--find-unused", model.find_unused, "gradients of a unit are sent as one, and all ranks need each"),
+        ("--rank-share auto", batch.rank_share == "auto", "ranks wait for each other in every pass"),
         ("--every", config.log.every, "its function gets a copy of the model, of which a rank has a part"),
     )
     if config.saving.save_parts and config.saving.prove_every:
         what = "--save-parts and --prove-every: the record names digests of whole tensors"
         raise UsageFault(what, hint="leave out one of them")
     _refuse_beside("--shard", against)
-    groups, ranks = mesh_sizes(config.model.mesh, world_size)
+    groups, ranks = mesh_sizes(model.mesh, world_size)
     if groups * ranks != world_size:
         hint = "give as many groups and ranks in each as there are ranks"
         raise UsageFault(
-            f"--mesh {config.model.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
+            f"--mesh {model.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
         )
 
 
 def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
+    batch, model = config.batch, config.model
     given = f"--virtual-ranks {virtual}"
     if virtual % world_size:
         hint = "start a number of ranks that divides it, or give a multiple of theirs"
         raise UsageFault(f"{given}: does not divide by {world_size} ranks", hint=hint)
-    if virtual > config.batch.size:
+    if virtual > batch.size:
         hint = f"give --batch-size {virtual} or more"
-        raise UsageFault(f"{given}: more than the {config.batch.size} samples in a batch", hint=hint)
+        raise UsageFault(f"{given}: more than the {batch.size} samples in a batch", hint=hint)
     shares = "virtual ranks have equal shares"
     apart = "virtual ranks compute apart, and each normalises by its own samples"
     against = (
-        ("--rank-batch", config.batch.rank_batch is not None, shares),
-        ("--rank-share", config.batch.rank_share is not None, shares),
-        (
-            f"--sampler {config.batch.sampler}",
-            config.batch.sampler != "exact",
-            "its repeats depend on the ranks",
-        ),
-        (f"--batchnorm {config.model.batchnorm}", config.model.batchnorm != "plain", apart),
-        (
-            "--find-unused",
-            config.model.find_unused,
-            "every virtual rank needs the gradient of all parameters",
-        ),
-        ("--compile", config.model.compile, "code that each rank compiles need not give the same bits"),
+        ("--rank-batch", batch.rank_batch is not None, shares),
+        ("--rank-share", batch.rank_share is not None, shares),
+        (f"--sampler {batch.sampler}", batch.sampler != "exact", "its repeats depend on the ranks"),
+        (f"--batchnorm {model.batchnorm}", model.batchnorm != "plain", apart),
+        ("--find-unused", model.find_unused, "every virtual rank needs the gradient of all parameters"),
+        ("--compile", model.compile, "code that each rank compiles need not give the same bits"),
         (
             "--preview",
             config.preview.shown,

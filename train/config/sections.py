@@ -254,8 +254,7 @@ class DataConfig:
         name="data",
     )
     test_data: str | None = flag(
-        None,
-        "data DATA: where the test samples are, if elsewhere: its test samples, or else all it has",
+        None, "data DATA: where the test samples are, if elsewhere: its test samples, or else all it has"
     )
     block_size: int | None = count(
         None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"
@@ -378,8 +377,7 @@ class ModelConfig:
     )
     find_unused: bool = flag(False, "model: let a forward pass leave parameters out, at the cost of a search")
     shard: bool = flag(
-        False,
-        "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)",
+        False, "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)"
     )
     shard_blocks: tuple[str, ...] = flag(
         (),

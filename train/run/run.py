@@ -142,32 +142,20 @@ class Job:
 class Run:
     """A training run on this rank, with rank 0's files in a folder. Every method is a collective."""
 
-    def __init__(self, job: Job, folder: str) -> None:
-        """Build the trainer, continue from a checkpoint if there is one, and print the head of the report."""
-        self.config, self.folder = job.config, folder
-        config = job.config
-        self.trainer = trainer = Trainer(config, job.data, job.model, job.place, job.task)
-        resumed = resume(trainer, folder)
-        if trainer.differing and collectives.rank() == 0:
-            console.warn(f"ranks differ: {trainer.differing}")
-        trainer.feed.recorder = proof.recorder_of(trainer, folder)
-        measured = [("shares", text) for text in shares.settle(trainer)]
-        trainer.recorder.begin(resumed.source)
-        like = collectives.from_rank_zero(lambda: folders.write_settings(trainer, folder))
-        self.limits = Limits(config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers))
+    def __init__(self, trainer: Trainer, folder: str) -> None:
+        self.trainer, self.folder = trainer, folder
         self.report = Report(trainer, folder)
+        self.limits = Limits(
+            trainer.config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers)
+        )
         self.saver = Saver(trainer, folder, self.report.event)
-        is_profiled = config.log.profile is not None and collectives.rank() == 0
-        start = trainer.progress.global_step
-        self.profile = Profile(config.log.profile or "", folder, trainer.log, start) if is_profiled else None
-        self.stop = Stop(config.saving.grace, self._left_undone)
+        span, start = trainer.config.log.profile, trainer.progress.global_step
+        is_profiled = span and collectives.rank() == 0
+        self.profile = Profile(span or "", folder, trainer.log, start) if is_profiled else None
+        self.stop = Stop(trainer.config.saving.grace, self._left_undone)
         self.agreement = Agreement(self.stop, self.saver)
         self.hook = Hook(trainer, folder, self.report.event, lambda: self.stop.number)
         self._begin_step: Callable[[int], None] = lambda _: None
-        is_new = resumed.source is None
-        began = [("start" if is_new else "resume", text) for text in resumed.remarks]
-        began += [("init", text) for text in job.remarks if is_new]
-        self.report.begin(began + [("like", text) for text in like] + measured)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -175,10 +163,10 @@ class Run:
         trainer, rank = self.trainer, collectives.rank()
         with contextlib.ExitStack() as files:
             with collectives.fail_together():
-                self._begin_step = files.enter_context(folders.attempts(self.folder, self.config, rank))
+                self._begin_step = files.enter_context(folders.attempts(self.folder, trainer.config, rank))
                 if rank == 0:
                     step = trainer.progress.global_step
-                    opened = trackers.opened(self.config, self.folder, step, lambda: self.stop.number)
+                    opened = trackers.opened(trainer.config, self.folder, step, lambda: self.stop.number)
                     trainer.log.sinks = files.enter_context(opened)
             files.enter_context(self.stop)
             heartbeat.excuse(partial(self._begin_step, 0))
@@ -209,7 +197,11 @@ class Run:
     def begin(self) -> str:
         """Begin with the next step; return `--stop-at` if that is behind."""
         step = self.trainer.progress.global_step
-        if self.config.saving.stop_at and self.config.saving.stop_at <= step and not self.is_over():
+        if (
+            self.trainer.config.saving.stop_at
+            and self.trainer.config.saving.stop_at <= step
+            and not self.is_over()
+        ):
             return "--stop-at"
         self.begin_step()
         return ""
@@ -220,9 +212,10 @@ class Run:
         self._begin_step(step)
         if self.profile is not None:
             self.profile.begin_step(step)
-        if step == self.trainer.updater.total_steps + 1 and self.config.schedule.name != "none":
+        if step == self.trainer.updater.total_steps + 1 and self.trainer.config.schedule.name != "none":
             # Of a stream that is longer than it says, or whose lanes have very different lengths.
-            ends = f"--scheduler {self.config.schedule.name} ends with step {step - 1}, by what --data says"
+            name = self.trainer.config.schedule.name
+            ends = f"--scheduler {name} ends with step {step - 1}, by what --data says"
             text = f"{ends}, and the stream goes on: --max-steps says its length"
             self.report.event("schedule ended", text, step - 1)
 
@@ -255,14 +248,16 @@ class Run:
         """Return whether scores are the best so far, and among the best of `--keep-best`."""
         if tested is None:
             return False, False
-        return self.trainer.progress.note(self.trainer.selection.merit(tested), self.config.scores.keep_best)
+        merit = self.trainer.selection.merit(tested)
+        return self.trainer.progress.note(merit, self.trainer.config.scores.keep_best)
 
     def finish(self, end: str) -> None:
         """Wait for the last save, and say what it and a signal have come to."""
         if self.profile is not None:
             self.report.profiled(self.profile.end_step(self.trainer.progress.global_step, last=True))
             if not self.profile.done:
-                console.warn(f"--profile {self.config.log.profile}: the run has taken none of these steps")
+                span = self.trainer.config.log.profile
+                console.warn(f"--profile {span}: the run has taken none of these steps")
         self.saver.finish()
         self.report.note_signal(end, self.stop)
 
@@ -271,6 +266,25 @@ class Run:
         self.trainer.recorder.end(end)
         self.report.end(end)
         return 128 + self.stop.number if end and end == self.stop.name else 0
+
+
+def begun(job: Job, folder: str) -> Run:
+    """Build the trainer, continue from a checkpoint if there is one, and print the head of the report."""
+    trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
+    resumed = resume(trainer, folder)
+    if trainer.differing and collectives.rank() == 0:
+        console.warn(f"ranks differ: {trainer.differing}")
+    trainer.feed.recorder = proof.recorder_of(trainer, folder)
+    measured = shares.settle(trainer)
+    trainer.recorder.begin(resumed.source)
+    like = collectives.from_rank_zero(lambda: folders.write_settings(trainer, folder))
+    is_new = resumed.source is None
+    remarks = [("start" if is_new else "resume", text) for text in resumed.remarks]
+    remarks += [("init", text) for text in job.remarks if is_new]
+    remarks += [("like", text) for text in like] + [("shares", text) for text in measured]
+    run = Run(trainer, folder)
+    run.report.begin(remarks)
+    return run
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
 from ckpttool.metrics.base import measures
 from ckpttool.models import factory
-from train.config.sections import AugmentConfig, TaskConfig
+from train.config.flags import Sections
 from train.data.samples import IGNORED, Collate, kind_of
 
 if TYPE_CHECKING:
@@ -384,10 +384,10 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
-TASKS: dict[str, Callable[[Data, TaskConfig], Task]] = {
-    "classification": lambda data, given: Classification(data, given.label_smoothing, _weights(given, data)),
+TASKS: dict[str, Callable[[Data, Mapping[str, Any]], Task]] = {
+    "classification": lambda data, given: Classification(data, _smoothing(given), _weights(given, data)),
     "regression": lambda data, _: Regression(_numbers(data)),
-    "language-model": lambda data, given: LanguageModel(data, given.label_smoothing),
+    "language-model": lambda data, given: LanguageModel(data, _smoothing(given)),
     "model-loss": lambda *_: ModelLoss(),
 }
 NAMES = f"{', '.join(TASKS)} or file.py:factory"
@@ -410,23 +410,17 @@ def collate_of(made: Any, name: str) -> tuple[Collate, str] | None:
     return None if given is None else (given, f"--task {name}")
 
 
-def build(
-    name: str,
-    data: Data,
-    own: Any = None,
-    given: TaskConfig = TaskConfig(),
-    augment: AugmentConfig = AugmentConfig(),
-) -> Task:
+def build(config: Sections, data: Data, own: Any = None) -> Task:
     """Return the task that `--task` names, of a training run or an evaluation; `own` is what `users` made."""
-    settings = {"label_smoothing": given.label_smoothing, "mixup": augment.mixup, "cutmix": augment.cutmix}
-    settings["class_weights"] = bool(given.class_weights)
-    for setting, value in settings.items():
+    settings = config.plain()  # those of an evaluation are fewer
+    name: str = settings["task"]
+    for setting in ("label_smoothing", "mixup", "cutmix", "class_weights"):
         labelled = ("classification", "language-model")[: 1 + (setting == "label_smoothing")]
-        if value and name not in labelled:
+        if settings.get(setting) and name not in labelled:
             flag = f"--{setting.replace('_', '-')}"
             raise UsageFault(f"{flag}: --task {name} has no labels to change", hint="leave it out")
     if name in TASKS:
-        return TASKS[name](data, given)
+        return TASKS[name](data, settings)
     if ":" not in name:
         raise UsageFault(f"--task {name}: no such task", hint=f"one of {NAMES}")
     return adapt(users(name) if own is None else own, name)
@@ -455,8 +449,12 @@ def _numbers(data: Data) -> int:
     return numbers_of(target_of((data.train if data.test is None else data.test)[0]))
 
 
-def _weights(given: TaskConfig, data: Data) -> tuple[float, ...]:
-    weights = given.class_weights or ()
+def _smoothing(given: Mapping[str, Any]) -> float:
+    return float(given.get("label_smoothing", 0.0))
+
+
+def _weights(given: Mapping[str, Any], data: Data) -> tuple[float, ...]:
+    weights: tuple[float, ...] = given.get("class_weights") or ()
     if weights and len(weights) != len(data.classes):
         raise UsageFault(f"--class-weights: {len(weights)} numbers for {len(data.classes)} classes")
     for weight in weights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from tests.ranks.programs import TINY
 from tests.support.running import ROOT
 from train import evaluate, main
 from train.config import command_line, flags
-from train.config.flags import Every
+from train.config.flags import Every, flags_in, setting_of
 from train.config.sections import TrainConfig
 from train.launch import program as launch
 
@@ -29,8 +28,17 @@ def be_rank(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
 
 def test_the_defaults_are_those_in_the_manual():
     config = command_line.parse([])
-    assert (config.data, config.model, config.batch_size, config.out) == ("digits", "simple-cnn", 64, None)
-    assert (config.save_every, config.keep, config.resume) == (Every(1, "epochs"), 0, None)
+    assert (config.data.name, config.model.name, config.batch.size, config.saving.out) == (
+        "digits",
+        "simple-cnn",
+        64,
+        None,
+    )
+    assert (config.saving.save_every, config.saving.keep, config.saving.resume) == (
+        Every(1, "epochs"),
+        0,
+        None,
+    )
 
 
 UNITS = {
@@ -45,7 +53,7 @@ UNITS = {
 @pytest.mark.parametrize(("text", "unit"), [(text, unit) for unit, each in UNITS.items() for text in each])
 def test_save_every_counts_epochs_steps_or_time(text, unit):
     config = command_line.parse(["--save-every", text])
-    assert config.save_every == (3, unit)
+    assert config.saving.save_every == (3, unit)
     assert command_line.parse(command_line.arguments_of(config)) == config
 
 
@@ -67,13 +75,13 @@ def test_an_interval_that_is_none_is_named_as_it_was_typed(text):
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5 hrs", 5400), ("1e3s", 1000), ("2mins", 120)])
 def test_a_time_may_have_a_unit(text, seconds):
-    assert command_line.parse(["--max-time", text]).max_time == seconds
+    assert command_line.parse(["--max-time", text]).training.max_time == seconds
 
 
 def test_flags_that_are_not_given_get_the_optimizers_defaults():
     adamw = command_line.parse(["--optimizer", "adamw", "--lr", "0.5"])
-    assert (adamw.lr, adamw.weight_decay) == (0.5, 0.01)
-    assert command_line.parse([]).lr == 0.1
+    assert (adamw.optimizer.lr, adamw.optimizer.weight_decay) == (0.5, 0.01)
+    assert command_line.parse([]).optimizer.lr == 0.1
 
 
 LINES = [
@@ -100,12 +108,12 @@ def test_a_configuration_becomes_flags_again_without_defaults(line):
 
 
 def test_a_rank_batch_stands_for_the_batch_size():
-    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch_size == 12
-    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch_size == 12
+    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch.size == 12
+    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch.size == 12
 
 
 def test_resume_without_a_value_means_auto():
-    assert command_line.parse(["--resume", "--out", "x"]).resume == "auto"
+    assert command_line.parse(["--resume", "--out", "x"]).saving.resume == "auto"
 
 
 # ---- flags that are mistyped ---------------------------------------------------------------------------
@@ -374,19 +382,19 @@ def test_a_file_holds_what_the_command_line_would(parsed):
     line += "--no-set-epoch --save-every 20steps --max-time 90 --tracker wandb --tracker tensorboard "
     line += "--every 3steps own.py:f --resume auto --out x"
     found = parsed(text)
-    assert dataclasses.replace(found, config=None) == command_line.parse(line.split())
+    assert found.changed(config=None) == command_line.parse(line.split())
     assert command_line.arguments_of(found) == command_line.arguments_of(command_line.parse(line.split()))
 
 
 def test_flags_win_and_lists_are_not_added_up(parsed):
     text = 'epochs = 3\nseed = 5\nchange = ["lr"]\nresume = "x.pt"\nema = 0.5\n'
     found = parsed(text, "--epochs", "4", "--change", "warmup")
-    assert (found.epochs, found.seed, found.change, found.ema) == (4, 5, ("warmup",), 0.5)
+    assert tuple(found[name] for name in ("epochs", "seed", "change", "ema")) == (4, 5, ("warmup",), 0.5)
 
 
 def test_unset_leaves_a_setting_of_the_file_out(parsed):
     found = parsed("ema = 0.5\ndrop-last = true\nlr = 0.5\n", "--unset", "ema", "--unset", "drop-last")
-    assert (found.ema, found.drop_last, found.lr) == (None, False, 0.5)
+    assert (found.optimizer.ema, found.batch.drop_last, found.optimizer.lr) == (None, False, 0.5)
     for name in ("epochs", "frobnicate"):
         with pytest.raises(UsageFault, match=f"--unset {name}: .*run.toml does not set it"):
             parsed("ema = 0.5", "--unset", name)
@@ -394,13 +402,18 @@ def test_unset_leaves_a_setting_of_the_file_out(parsed):
 
 def test_what_is_false_is_left_out_and_an_empty_file_changes_nothing(parsed):
     found = parsed("drop-last = false\nno-set-epoch = false\nresume = false\n")
-    assert dataclasses.replace(found, config=None) == command_line.parse([]) == TrainConfig()
-    assert dataclasses.replace(parsed("# nothing\n"), config=None) == TrainConfig()
+    assert found.changed(config=None) == command_line.parse([]) == TrainConfig()
+    assert parsed("# nothing\n").changed(config=None) == TrainConfig()
 
 
 def test_an_optimizer_of_the_command_line_has_its_own_defaults(parsed):
     found = parsed('optimizer = "sgd"\nweight-decay = 0.5\n', "--optimizer", "adamw")
-    assert (found.optimizer, found.lr, found.momentum, found.weight_decay) == ("adamw", 1e-3, 0.0, 0.5)
+    assert tuple(found[name] for name in ("optimizer", "lr", "momentum", "weight_decay")) == (
+        "adamw",
+        1e-3,
+        0.0,
+        0.5,
+    )
 
 
 REFUSED_IN_A_FILE = {
@@ -474,14 +487,14 @@ def test_what_is_printed_gives_the_same_configuration(tmp_path, monkeypatch, cap
     assert main.main([*line.split(), "--print-config"]) == 0
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     again = command_line.parse(["--config", str(tmp_path / "run.toml")])
-    assert dataclasses.replace(again, config=None) == command_line.parse(line.split())
+    assert again.changed(config=None) == command_line.parse(line.split())
 
 
 def test_what_is_printed_shows_every_setting_and_comments_the_defaults(capsys):
     assert main.main(["--print-config", "--lr", "0.5"]) == 0
     said = capsys.readouterr().out
     assert tomllib.loads(said) == {"lr": 0.5}
-    fields = [field.name for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
+    fields = [setting_of(field) for field in flags_in(TrainConfig)]
     for name in set(fields) - {*command_line.SOURCES, "set_epoch", "lr"}:
         assert f"\n# {name.replace('_', '-')}" in said
 
@@ -499,10 +512,10 @@ def test_only_rank_0_prints_settings(monkeypatch, capsys):
 
 
 def test_ranks_that_a_launcher_has_started_leave_out_the_files_spawn(parsed, monkeypatch):
-    assert parsed("spawn = 2").spawn == 2
+    assert parsed("spawn = 2").ranks.spawn == 2
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert parsed("spawn = 2").spawn is None
+    assert parsed("spawn = 2").ranks.spawn is None
     with pytest.raises(UsageFault, match="--spawn starts ranks, but"):
         parsed("", "--spawn", "2")
 
@@ -536,8 +549,8 @@ def test_a_run_is_repeated_and_what_differs_is_named(here, capsys):
 
     assert "like    a: nothing differs\n" in trained(capsys, "--like", "a", "--out", "b")
     config = command_line.of_run("b")[0]
-    assert config == dataclasses.replace(command_line.parse(given.split()), out=None)
-    assert config.save_every == Every(2, "steps")
+    assert config == command_line.parse(given.split()).changed(out=None)
+    assert config.saving.save_every == Every(2, "steps")
 
     # Of another length: Python takes an old .pyc of the same second and size for true.
     (here / "own.py").write_text(DATA.replace("12", "4 * 4"))

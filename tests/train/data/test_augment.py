@@ -31,7 +31,7 @@ def images(samples: int = 12) -> Any:
 
 
 def made(samples: Any = None, *, epoch: int = 0, **settings: Any) -> Any:
-    config = TrainConfig(**{"data": "folder:x", **settings})
+    config = TrainConfig.of(**{"data": "folder:x", **settings})
     found = augmented(images() if samples is None else samples, config, CLASSES)
     if hasattr(found, "set_epoch"):
         found.set_epoch(epoch)

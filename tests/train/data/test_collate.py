@@ -236,9 +236,11 @@ def mapping():
 
 def prepared(own: str, data: str, task: str = "classification") -> tuple[TrainConfig, Data, Any]:
     """Check a training as train/main.py does; return its configuration, data and task."""
-    config = TrainConfig(data=f"{own}:{data}", model=f"{own}:model", task=task.format(own=own), batch_size=4)
-    made = tasks.users(config)
-    loaded = data_set.load(config, collate=tasks.collate_of(made, config))
+    config = TrainConfig.of(
+        data=f"{own}:{data}", model=f"{own}:model", task=task.format(own=own), batch_size=4
+    )
+    made = tasks.users(config.data.task)
+    loaded = data_set.load(config.data, collate=tasks.collate_of(made, config.data.task))
     task_ = tasks.build(config, loaded, made)
     preflight.check(config, loaded, OfTexts().double(), trainings.place(0, 1), task_)
     return config, loaded, task_

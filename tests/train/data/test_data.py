@@ -34,7 +34,7 @@ from train.model import builtin as models
 
 
 def load(name: str, **flags: Any) -> data.Data:
-    return data.load(DataConfig(data=name, **flags))
+    return data.load(DataConfig(name=name, **flags))
 
 
 def labels(samples: Any) -> list[int]:
@@ -179,7 +179,7 @@ def make_folder(root: Path, classes: dict[str, int], size: tuple[int, int] = (6,
 
 
 def load_test(root: Path, **flags: Any) -> data.Data:
-    return data.load_test(DataConfig(data=f"folder:{root}", **flags))
+    return data.load_test(DataConfig(name=f"folder:{root}", **flags))
 
 
 def test_a_folder_with_train_and_test_is_already_divided(tmp_path):
@@ -303,7 +303,7 @@ def test_a_users_factory_returns_both_data_sets(own):
 
 def test_a_factory_may_return_training_samples_alone(own):
     assert load(f"{own}:one").test is None
-    assert len(data.load(DataConfig(data=f"{own}:one", test_data=f"{own}:plain")).test) == 4
+    assert len(data.load(DataConfig(name=f"{own}:one", test_data=f"{own}:plain")).test) == 4
 
 
 def test_a_factory_that_returns_something_else_is_refused_with_what_is_needed(own):
@@ -325,7 +325,7 @@ def seed_all(seed: int) -> None:
 
 def test_random_user_data_depends_only_on_seed_epoch_and_sample(own):
     def train_of(seed: int) -> Any:
-        return data.load(DataConfig(data=f"{own}:restless"), seed=seed).train
+        return data.load(DataConfig(name=f"{own}:restless"), seed=seed).train
 
     seed_all(0)
     first = train_of(1)
@@ -471,7 +471,7 @@ def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch
 def trained(rank: int, size: int, spec: str) -> tuple[int, int]:
     """Check and train; return the samples that were used, and those that were left out."""
     settings: dict[str, Any] = {"data": spec, "batch_size": 6, "skip_damaged": True, "epochs": 1}
-    data, model = data_set.load(TrainConfig(**settings)), models.simple_cnn(2)
+    data, model = data_set.load(TrainConfig.of(**settings).data), models.simple_cnn(2)
     trainings.check(model, data, size, rank=rank, **settings)
     trainer = trainings.trainer(rank, size, data, model, **settings)
     trainings.finish_epoch(trainer)
@@ -481,4 +481,4 @@ def trained(rank: int, size: int, spec: str) -> tuple[int, int]:
 def test_damaged_samples_are_left_out_also_where_they_are_looked_at_before_training(run_ranks, own):
     assert run_ranks(2, trained, f"{own}:files") == [(17, 3)] * 2
     with pytest.raises(Damaged, match=r"0\.png: is cut short"):
-        data_set.load(TrainConfig(data=f"{own}:files"))
+        data_set.load(TrainConfig.of(data=f"{own}:files").data)

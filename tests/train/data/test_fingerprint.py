@@ -107,8 +107,8 @@ def indices(samples: Any) -> list[int]:
 def test_a_factory_that_draws_its_split_draws_the_same_one_each_time(own, factory):
     """With any --seed, in a training and in an evaluation: no test sample is trained on."""
     given, splits = {"data": f"{own}:{factory}", "model": _model(own)}, []
-    trainings = [TrainConfig(**given, seed=seed) for seed in (0, 0, 7)]
-    for number, config in enumerate([*trainings, evaluate.EvaluateConfig(**given)]):
+    trainings = [TrainConfig.of(**given, seed=seed) for seed in (0, 0, 7)]
+    for number, config in enumerate([*trainings, evaluate.EvaluateConfig.of(**given)]):
         random.seed(number), numpy.random.seed(number), torch.manual_seed(number)
         job = (main if isinstance(config, TrainConfig) else evaluate).prepare(config)
         splits.append((indices(job.data.train), indices(job.data.test)))
@@ -123,7 +123,9 @@ def _model(own: str) -> str:
 
 
 def test_the_seed_of_the_data_does_not_change_the_weights(own):
-    configs = [TrainConfig(data=f"{own}:{factory}", model=_model(own)) for factory in ("halves", "jittered")]
+    configs = [
+        TrainConfig.of(data=f"{own}:{factory}", model=_model(own)) for factory in ("halves", "jittered")
+    ]
     assert torch.equal(*(main.prepare(config).model.weight for config in configs))
 
 
@@ -141,7 +143,7 @@ def compare_on_ranks(rank: int, world_size: int, name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(rank))
         try:
-            data.compare(data.load(DataConfig(data=name)), "before training")
+            data.compare(data.load(DataConfig(name=name)), "before training")
         except CkptToolError as error:
             return error.message, error.hint, error.exit_code
     return None
@@ -243,9 +245,9 @@ def test_a_folder_of_images_is_compared_by_the_bytes_of_its_files(tmp_path):
         (tmp_path / name).mkdir()
         for number in range(5):
             Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
-    before = data.load(DataConfig(data=f"folder:{tmp_path}")).contents
+    before = data.load(DataConfig(name=f"folder:{tmp_path}")).contents
     Image.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "cat" / "0.png")
-    after = data.load(DataConfig(data=f"folder:{tmp_path}")).contents
+    after = data.load(DataConfig(name=f"folder:{tmp_path}")).contents
     changed = [name for name, digest in contents.flat(after).items() if contents.flat(before)[name] != digest]
     assert changed == ["training sample 0"]
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import tarfile
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFa
 from tests.ranks import trainings
 from tests.ranks.runs import Source
 from tests.support.running import open_files
-from train.config.sections import TrainConfig
+from train.config.sections import DataConfig, TrainConfig
 from train.data import data_set, formats
 from train.data.batches import Undamaged, batch_of, load
 from train.data.formats import OPEN, TarShards, Tokens, files_of
@@ -54,10 +53,12 @@ def test_each_token_but_a_files_first_is_a_target_once(tmp_path, block):
 
 def test_more_files_to_test_with_are_named_by_also_test(tmp_path):
     names = [write(tmp_path / f"{n}.bin", range(10 * n + 1)) for n in (1, 2, 3)]
-    config = TrainConfig(data=f"tokens:{names[0]}", task="language-model", block_size=5, test_data="fake:1")
-    data = data_set.load(replace(config, test_data=f"tokens:{names[1]}"))
-    named = replace(config, also_test=(f"ood=tokens:{names[2]}",))
-    (name, other), *_ = data_set.with_others(named, data).others.items()
+    config = TrainConfig.of(
+        data=f"tokens:{names[0]}", task="language-model", block_size=5, test_data="fake:1"
+    )
+    data = data_set.load(config.changed(test_data=f"tokens:{names[1]}").data)
+    named = config.changed(also_test=(f"ood=tokens:{names[2]}",))
+    (name, other), *_ = data_set.with_others(named.data, data).others.items()
     assert (name, len(data.test), len(other.test)) == ("ood", 4, 6)
 
 
@@ -110,7 +111,7 @@ def test_what_is_no_token_file_is_refused(tmp_path):
         ({"block_size": 4, "task": "language-model"}, "there are no training samples"),
     ):
         with pytest.raises(UsageFault, match=wrong):
-            data_set.load(TrainConfig(data=f"tokens:{empty}", **flags))
+            data_set.load(TrainConfig.of(data=f"tokens:{empty}", **flags).data)
 
 
 # ---- documents packed into blocks ----------------------------------------------------------------------
@@ -229,10 +230,10 @@ def opened(*paths: str, labelled: bool = True, skip_damaged: bool = False) -> Ta
     return parts.train
 
 
-def config(paths: str, *, labelled: bool = True, **settings: Any) -> TrainConfig:
+def config(paths: str, *, labelled: bool = True, **settings: Any) -> DataConfig:
     task = "classification" if labelled else "model-loss"
     paths = f"{{{paths}}}" if "," in paths else paths
-    return TrainConfig(data=f"wds:{paths}", task=task, mean=(0.0,), std=(1.0,), **settings)
+    return DataConfig(name=f"wds:{paths}", task=task, mean=(0.0,), std=(1.0,), **settings)
 
 
 @pytest.fixture
@@ -402,10 +403,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def streamed(folder: str, **settings: Any) -> Stream:
-    config = TrainConfig(
+    config = TrainConfig.of(
         data=f"hf:{folder}", task="model-loss", batch_size=BATCH, shuffle_window=4, **settings
     )
-    stream = data_set.load(config).train
+    stream = data_set.load(config.data).train
     assert isinstance(stream, Stream)
     stream.batch_size = BATCH
     return stream
@@ -451,8 +452,8 @@ def test_it_goes_on_from_any_step_in_another_process(folder, tmp_path):
 
 
 def test_a_split_to_test_with_and_packed_documents(folder):
-    config = TrainConfig(data=f"hf:{folder}", test_data=f"hf:{folder}:test", task="model-loss", max_steps=1)
-    data = data_set.load(config)
+    given = {"data": f"hf:{folder}", "test_data": f"hf:{folder}:test", "task": "model-loss"}
+    data = data_set.load(TrainConfig.of(**given, max_steps=1).data)
     assert len(data.test) == 1
     for shard in range(3):
         Path(folder, f"train-{shard}.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{"input_ids": [5, 6]}')
@@ -464,8 +465,8 @@ def test_a_split_to_test_with_and_packed_documents(folder):
 
 
 def test_all_rows_of_unequal_shards_to_test_with_are_there_in_their_order(folder):
-    config = TrainConfig(data=f"hf:{folder}", test_data=f"hf:{folder}", task="model-loss", max_steps=1)
-    rows = [tuple(row["x"].tolist()) for row in data_set.load(config).test]
+    config = TrainConfig.of(data=f"hf:{folder}", test_data=f"hf:{folder}", task="model-loss", max_steps=1)
+    rows = [tuple(row["x"].tolist()) for row in data_set.load(config.data).test]
     assert rows == [(shard, row) for row in range(10) for shard in range(6) if row < 5 + shard]
 
 
@@ -473,4 +474,4 @@ def test_what_is_not_there_is_named(folder):
     with pytest.raises(Unreadable, match="hf:"):
         streamed(f"{folder}/none")
     with pytest.raises(UsageFault, match="no column of classes among x, label"):
-        data_set.load(TrainConfig(data=f"hf:{folder}"))
+        data_set.load(TrainConfig.of(data=f"hf:{folder}").data)

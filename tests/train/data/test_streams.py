@@ -366,7 +366,7 @@ def test_samples_that_differ_later_in_the_stream_are_found_before_they_train(run
 
 
 def test_samples_that_differ_in_two_loading_processes_are_found():
-    data, config = numbers(Late), TrainConfig(scheduler="none", workers=2, batch_size=BATCH)
+    data, config = numbers(Late), TrainConfig.of(scheduler="none", workers=2, batch_size=BATCH)
     feed = Feed(config, data, tasks.build(config, data), trainings.place(0, 1))
     batches = feed.batches(feed.plan.of_rank(0, 0, 1), Progress())
     with pytest.raises(CheckFailed, match="sample 256 of a lane is another one in each process that loads"):
@@ -449,7 +449,7 @@ def test_a_stream_that_is_drawn_anew_each_time_is_refused_where_several_processe
 
 @pytest.mark.parametrize("settings", [{"block_size": 8}, {"shuffle_window": 8}])
 def test_settings_of_streams_are_refused_where_they_would_change_nothing(settings):
-    data = data_set.load(TrainConfig(**settings))
+    data = data_set.load(TrainConfig.of(**settings).data)
     (name,) = settings
     with pytest.raises(UsageFault, match=f"--{name.replace('_', '-')}: --data digits has samples by index"):
         trainings.check(nn.Linear(2, 2), data, **settings)
@@ -513,7 +513,7 @@ def test_a_schedule_that_ends_before_the_stream_is_said(run_ranks, tmp_path):
 
 def test_the_source_of_a_stream_may_make_the_batches(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:ragged"))
+    data = data_set.load(TrainConfig.of(data=f"{tmp_path}/own.py:ragged").data)
     data.train.batch_size = 4
     places, place = [[0, 1, 2, 3], [4, 5, 6, 7]], trainings.place(0, 1)
     for workers in (0, 2):
@@ -573,8 +573,8 @@ def test_an_empty_stream_and_one_without_an_end_to_test_with_are_refused(tmp_pat
     wrong = {"empty": "there are no training samples", "endless": "more than 50 test samples"}
     for name, what in wrong.items():
         with pytest.raises(UsageFault, match=what):
-            data_set.load(TrainConfig(data=f"{tmp_path}/own.py:{name}"))
-    data = data_set.load(TrainConfig(data=f"{tmp_path}/own.py:both"))
+            data_set.load(TrainConfig.of(data=f"{tmp_path}/own.py:{name}").data)
+    data = data_set.load(TrainConfig.of(data=f"{tmp_path}/own.py:both").data)
     assert len(data.test) == 7
     assert data.classes == ("a", "b")
 

@@ -76,13 +76,15 @@ def compared(rank: int, size: int, configs: list[TrainConfig], torch: list[str] 
 def test_a_setting_that_differs_is_named_with_values_and_ranks(run_ranks, name):
     value, text = OTHER[name]
     usual = TrainConfig()
-    said = run_ranks(3, compared, [usual, TrainConfig(**{name: value}), usual])
+    said = run_ranks(3, compared, [usual, TrainConfig.of(**{name: value}), usual])
     for of_rank in said:
         assert of_rank.startswith("RanksDiffer: ") and text in of_rank
 
 
 def test_all_settings_that_differ_are_named_in_one_error_as_is_another_factory_of_a_file(run_ranks):
-    said = run_ranks(2, compared, [TrainConfig(model="a.py:one"), TrainConfig(model="b/a.py:two", seed=1)])
+    said = run_ranks(
+        2, compared, [TrainConfig.of(model="a.py:one"), TrainConfig.of(model="b/a.py:two", seed=1)]
+    )
     assert "--model b/a.py:two on rank 1, and --model a.py:one on rank 0" in said[0]
     assert "--seed 1 on rank 1" in said[0]
 
@@ -90,13 +92,13 @@ def test_all_settings_that_differ_are_named_in_one_error_as_is_another_factory_o
 @pytest.mark.parametrize("name", OWN)
 def test_what_is_a_nodes_own_may_differ(run_ranks, name):
     here: dict[str, Any] = {"data": "folder:pictures", "model": "own.py:model", "resume": "auto"}
-    configs = [TrainConfig(**here), TrainConfig(**{**here, name: OWN[name]})]
+    configs = [TrainConfig.of(**here), TrainConfig.of(**{**here, name: OWN[name]})]
     assert run_ranks(2, compared, configs) == ["", ""]
 
 
 def test_ranks_of_an_evaluation_are_compared_too(run_ranks):
-    one: Any = EvaluateConfig(checkpoint="a.pt")
-    said = run_ranks(2, compared, [one, EvaluateConfig(checkpoint="/b/a.pt", resize=8)])
+    one: Any = EvaluateConfig.of(checkpoint="a.pt")
+    said = run_ranks(2, compared, [one, EvaluateConfig.of(checkpoint="/b/a.pt", resize=8)])
     assert "--resize 8 on rank 1, and no --resize on rank 0 (give the same on every node; only" in said[0]
     assert run_ranks(2, compared, [one, one]) == ["", ""]
 
@@ -112,7 +114,7 @@ VERSIONS = [
 
 @pytest.mark.parametrize(("other", "mixed", "outcome"), VERSIONS)
 def test_versions_of_torch(run_ranks, other, mixed, outcome):
-    said = run_ranks(2, compared, [TrainConfig(mixed_torch=mixed)] * 2, ["2.14.1", other])
+    said = run_ranks(2, compared, [TrainConfig.of(mixed_torch=mixed)] * 2, ["2.14.1", other])
     assert said[1].startswith(outcome) and bool(said[1]) == bool(outcome)
     assert ("--mixed-torch" in said[1]) == outcome.startswith("RanksDiffer")
 

@@ -44,7 +44,7 @@ CHARTS: dict[int, dict[str, float]] = {
 
 
 def write(folder: Path, config: TrainConfig) -> None:
-    with trackers.opened(config, str(folder), 0, lambda: config.stop_at) as sinks:
+    with trackers.opened(config, str(folder), 0, lambda: config.saving.stop_at) as sinks:
         for sink, (entry, at) in itertools.product(sinks, ((STEP, 2), (EVALUATION, 3), (EPOCH, 4))):
             sink.write(entry, at)
 
@@ -75,7 +75,7 @@ def test_tensorboard_has_every_finite_number_at_its_step_before_the_run_ends_and
     pytest.importorskip("tensorboard")
     before = [(STEP, 2), ({"step": 3, "loss": 9.0}, 3)]  # a run that continues after step 2 forgets the last
     for step, entries in ((0, before), (2, [(EVALUATION, 3), (EPOCH, 4)])):
-        with trackers.opened(TrainConfig(tracker=("tensorboard",)), str(tmp_path), step) as sinks:
+        with trackers.opened(TrainConfig.of(tracker=("tensorboard",)), str(tmp_path), step) as sinks:
             for sink, (entry, at) in itertools.product(sinks, entries):
                 sink.write(entry, at)
             assert (entries == before) == (("train/loss", 3) in scalars(tmp_path))
@@ -106,7 +106,7 @@ def test_a_folder_that_tensorboard_cant_make_is_an_error_that_names_it(tmp_path)
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").touch()
     with pytest.raises(CkptToolError, match=r"tensorboard: could not be written"):
-        write(tmp_path, TrainConfig(tracker=("tensorboard",)))
+        write(tmp_path, TrainConfig.of(tracker=("tensorboard",)))
 
 
 # ---- Weights & Biases ----------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_wandb_writes_every_finite_number_at_its_step_without_a_network(tmp_path
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     before = random.getstate(), torch.get_rng_state()
-    write(tmp_path, TrainConfig(tracker=("tensorboard", "wandb")))
+    write(tmp_path, TrainConfig.of(tracker=("tensorboard", "wandb")))
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     found = {row["_step"]: {k: v for k, v in row.items() if not k.startswith("_")} for row in rows(tmp_path)}
     assert found == CHARTS
@@ -164,7 +164,7 @@ def test_mlflow_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
     tracking = pytest.importorskip("mlflow.tracking", reason="the package of the extra mlflow")
     pytest.importorskip("sqlalchemy", reason="mlflow's own database")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    write(tmp_path, TrainConfig(tracker=("mlflow",)))
+    write(tmp_path, TrainConfig.of(tracker=("mlflow",)))
     store = f"sqlite:///{tmp_path}/mlflow.db"
     client = tracking.MlflowClient(store, store)
     (run,) = client.search_runs([client.get_experiment_by_name("ckpttool").experiment_id])
@@ -185,7 +185,7 @@ def test_mlflow_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
 def test_trackio_gets_every_finite_number_at_its_step(tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason="the package of the extra trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    write(tmp_path, TrainConfig(tracker=("trackio",)))
+    write(tmp_path, TrainConfig.of(tracker=("trackio",)))
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "ckpttool.db")) as database:
         found = {
             step: json.loads(values) for step, values in database.execute("select step, metrics from metrics")
@@ -201,7 +201,7 @@ folder = os.path.dirname(os.path.abspath(__file__))
 
 def init(**given):
     if os.path.exists(folder + "/hangs"):
-        time.sleep(30)
+        time.sleep(99)
     if os.path.exists(folder + "/away"):
         raise ConnectionError("no route to host")
     note(init=given["name"])
@@ -241,7 +241,7 @@ def taken(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-STUBBED = TrainConfig(tracker=("trackio",))
+STUBBED = TrainConfig.of(tracker=("trackio",))
 SENT = [{"step": step, "values": values} for step, values in CHARTS.items()]
 
 
@@ -286,7 +286,7 @@ def until(what: Callable[[], bool]) -> None:
 def test_a_run_that_is_told_to_end_ends_in_time_though_its_tracker_does_not(tmp_path, stub, capfd, how, said):
     (stub / how).touch()
     began = time.monotonic()
-    write(tmp_path, TrainConfig(tracker=("trackio",), grace=3.0, stop_at=1))
+    write(tmp_path, TrainConfig.of(tracker=("trackio",), grace=3.0, stop_at=1))
     assert time.monotonic() - began < 20
     assert f"warning: --tracker trackio: {said}; log.jsonl has it\n" in capfd.readouterr().err
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
@@ -303,7 +303,7 @@ def test_a_client_that_raises_systemexit_ends_no_run(tmp_path, stub, capfd):
 def test_a_client_that_hangs_costs_no_step_and_no_memory(tmp_path, stub, capfd, monkeypatch):
     (stub / "hangs").touch()
     monkeypatch.setattr(trackers, "MOST", 50)
-    config = TrainConfig(tracker=("trackio",), grace=3.0)
+    config = TrainConfig.of(tracker=("trackio",), grace=3.0)
     with trackers.opened(config, str(tmp_path), 0, lambda: True) as sinks:
         began = time.monotonic()
         for step in range(3000):
@@ -315,7 +315,7 @@ def test_a_client_that_hangs_costs_no_step_and_no_memory(tmp_path, stub, capfd, 
 HANGING = """
 from train.config.sections import TrainConfig
 from train.log import trackers
-with trackers.opened(TrainConfig(tracker=("trackio",), grace=3.0), {folder!r}, 0, lambda: True) as sinks:
+with trackers.opened(TrainConfig.of(tracker=("trackio",), grace=3.0), {folder!r}, 0, lambda: True) as sinks:
     sinks[1].write({{"step": 1, "loss": 0.5}}, 1)
 """
 
@@ -325,8 +325,8 @@ def test_a_program_whose_client_hangs_ends_within_the_limit(tmp_path, stub):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(stub), str(ROOT)])}
     began = time.monotonic()
     program = [sys.executable, "-c", HANGING.format(folder=str(tmp_path))]
-    subprocess.run(program, env=env, check=True, timeout=25, stderr=subprocess.DEVNULL)
-    assert time.monotonic() - began < 25, "the client would hang for 30 s"
+    subprocess.run(program, env=env, check=True, timeout=90, stderr=subprocess.DEVNULL)
+    assert time.monotonic() - began < 90, "the client hangs for 99 s"
 
 
 # ---- missing packages ----------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UsageFault, match="the package wandb is not installed"):
-        trackers.check(TrainConfig(tracker=("wandb",)))
+        trackers.check(TrainConfig.of(tracker=("wandb",)))
 
 
 def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
@@ -347,10 +347,10 @@ def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch):
 
 
 def test_a_test_set_of_the_name_of_other_charts_is_refused(monkeypatch):
-    trackers.check(TrainConfig(also_test=("train=digits",)))
+    trackers.check(TrainConfig.of(also_test=("train=digits",)))
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: SimpleNamespace(origin=""))
     with pytest.raises(UsageFault, match="--also-test train=digits: trackers have charts of that name"):
-        trackers.check(TrainConfig(tracker=("wandb",), also_test=("ood=digits", "train=digits")))
+        trackers.check(TrainConfig.of(tracker=("wandb",), also_test=("ood=digits", "train=digits")))
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])

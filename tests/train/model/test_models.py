@@ -17,7 +17,7 @@ from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train.config.sections import TrainConfig
+from train.config.sections import ModelConfig
 from train.model import builtin as models
 from train.model import wrapping
 from train.model.builtin import resnet20, simple_cnn
@@ -237,7 +237,7 @@ def last_gradients(rank: int, size: int, sizes: list[int], compiled: bool, check
     """Train without an update in batches of these sizes; return the keys and what the last batch gives."""
     torch.compiler.reset()
     model = trainings.seeded(layers)
-    wrapping.wrap(TrainConfig(compile=compiled, grad_checkpoint=checkpoints), model)
+    wrapping.wrap(ModelConfig(compile=compiled, grad_checkpoint=checkpoints), model)
     ddp = DistributedDataParallel(model)
     before = counters["stats"]["unique_graphs"]
     for number in sizes:
@@ -282,6 +282,6 @@ def test_a_compiled_block_that_the_compiler_breaks_updates_its_statistics_once(m
     # Its graphs are run as they are: machine code would take seconds, and break at the same place.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Broken(2)))
-    wrapping.wrap(TrainConfig(compile=True, grad_checkpoint=True), model)
+    wrapping.wrap(ModelConfig(compile=True, grad_checkpoint=True), model)
     model(torch.rand(3, 2)).sum().backward()
     assert model[1][0].num_batches_tracked.item() == 1

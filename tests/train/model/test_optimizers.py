@@ -16,7 +16,7 @@ from ckpttool.errors import UsageFault
 from train.checkpoint import format as checkpoints
 from train.config import command_line
 from train.config.flags import Every
-from train.config.sections import TrainConfig
+from train.config.sections import OptimizerConfig, TrainConfig
 from train.model import groups, updater
 from train.model import optimizer as optimizers
 from train.model.groups import groups_of, layers_of
@@ -41,8 +41,8 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(**{"lr": 1.0, "momentum": 0.0, "weight_decay": 0.1, **settings})
+def config(**settings: Any) -> OptimizerConfig:
+    return TrainConfig.of(**{"lr": 1.0, "momentum": 0.0, "weight_decay": 0.1, **settings}).optimizer
 
 
 def named(optimizer: Any) -> list[tuple[list[str], float]]:
@@ -86,7 +86,7 @@ def test_every_optimizer_of_torch_is_found_and_follows_torch(name):
     reference = kind(theirs.parameters(), lr=0.01, **({"weight_decay": decay} if decay else {}))
     for spelt in (name, name.lower()):
         both = config(optimizer=spelt, lr=0.01, decay_norms=True, weight_decay=decay)
-        optimizers.check(both, ours)
+        optimizers.check(both, ours, "net")
         optimizer = optimizers.build_optimizer(both, ours)
     for _ in range(3):
         one_step(ours, optimizer, torch.ones(4, 3))
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "closure": ({"optimizer": "LBFGS"}, "--optimizer LBFGS: calls the model several times in a step"),
     "sparse": ({"optimizer": "sparseadam"}, "--optimizer sparseadam: needs sparse gradients"),
     "complex": ({"optimizer": "adafactor"}, "Adafactor does not support complex parameters"),
-    "no matrix": ({"optimizer": "muon"}, "muon: can't train simple-cnn: it has no matrix before the last"),
+    "no matrix": ({"optimizer": "muon"}, "muon: can't train net: it has no matrix before the last"),
     "muon, zero": ({"optimizer": "Muon", "zero": True}, "--zero: muon's state is not divided"),
     "two dtypes": ({"zero": True}, "--zero: needs parameters of one dtype, but"),
 }
@@ -112,14 +112,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_can_not_be_used_is_refused_by_name(what):
     settings, said = REFUSED[what]
     with pytest.raises(UsageFault, match=re.escape(said)) as caught:
-        optimizers.check(config(**settings), Net())
+        optimizers.check(config(**settings), Net(), "net")
     assert caught.value.exit_code == 2
 
 
 def test_the_check_leaves_the_model_as_it_was():
     model = Net()
     before = copy.deepcopy(model.state_dict())
-    optimizers.check(config(optimizer="adamw"), model)
+    optimizers.check(config(optimizer="adamw"), model, "net")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -175,7 +175,7 @@ RATES = {
 @pytest.mark.parametrize("course", RATES)
 def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course):
     optimizer = optimizers.build_optimizer(config(lr=2.0), Net())
-    chosen = TrainConfig(scheduler=course, warmup=Every(2, "steps"), epochs=2)
+    chosen = TrainConfig.of(scheduler=course, warmup=Every(2, "steps"), epochs=2)
     scheduler = updater.build_scheduler(chosen, optimizer, 6)
     met = []
     for _ in range(6):
@@ -503,8 +503,8 @@ def test_the_flags_of_groups_are_written_as_they_were_read():
 
 
 def factors(steps: int = 10, **settings: Any) -> list[float]:
-    config = TrainConfig(**{"lr": 1.0, "epochs": 1, **settings})
-    rate = updater.rate_of(config, steps, steps)
+    config = TrainConfig.of(**{"lr": 1.0, "epochs": 1, **settings})
+    rate = updater.rate_of(config.schedule, config.optimizer.lr, steps, steps)
     return [rate(step) for step in range(steps)]
 
 
@@ -514,8 +514,8 @@ def test_a_minimum_is_where_the_schedule_ends_and_the_warm_up_still_begins_at_ze
     )
     assert raised[:2] == plain[:2] == [0.5, 1.0]
     assert raised[2:] == [pytest.approx(0.1 + 0.9 * factor) for factor in plain[2:]]
-    config = TrainConfig(lr=2.0, min_lr=0.5, scheduler="linear")
-    assert updater.rate_of(config, 10, 10)(10) == 0.25
+    config = TrainConfig.of(lr=2.0, min_lr=0.5, scheduler="linear")
+    assert updater.rate_of(config.schedule, config.optimizer.lr, 10, 10)(10) == 0.25
 
 
 def test_wsd_warms_up_stays_and_decays():
@@ -582,11 +582,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_schedule_is_refused(own, name):
     with pytest.raises(UsageFault, match=re.escape(WRONG[name])):
-        updater.check_schedule(TrainConfig(scheduler=f"{own}:{name}", epochs=1), 10)
+        updater.check_schedule(TrainConfig.of(scheduler=f"{own}:{name}", epochs=1), 10)
 
 
 def test_parts_that_are_longer_than_the_training_are_refused():
     parts = {"warmup": Every(3, "steps"), "cooldown": Every(8, "steps")}
     with pytest.raises(UsageFault, match="--cooldown 8steps: is 8 steps, and the warm-up 3"):
-        updater.check_schedule(TrainConfig(scheduler="wsd", epochs=1, **parts), 10)
-    updater.check_schedule(TrainConfig(scheduler="wsd", epochs=1, **parts), 11)
+        updater.check_schedule(TrainConfig.of(scheduler="wsd", epochs=1, **parts), 10)
+    updater.check_schedule(TrainConfig.of(scheduler="wsd", epochs=1, **parts), 11)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import UsageFault
-from train.config.sections import TrainConfig
+from train.config.sections import OptimizerConfig, TrainConfig
 from train.data.samples import digest_of
 from train.model import groups
 from train.model import optimizer as optimizers
@@ -161,13 +161,15 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
-def config(spec: str, **settings: Any) -> TrainConfig:
-    return TrainConfig(optimizer=spec, **{"lr": None, "momentum": None, "weight_decay": None, **settings})
+def config(spec: str, **settings: Any) -> OptimizerConfig:
+    return TrainConfig.of(
+        optimizer=spec, **{"lr": None, "momentum": None, "weight_decay": None, **settings}
+    ).optimizer
 
 
 def test_a_factory_gets_the_groups_by_rule_and_the_flags_that_are_given(own):
     settings = config(f"{own}:of_params", lr=0.1, lr_scale=("^2=3",), betas=(0.8, 0.9))
-    optimizers.check(settings, model())
+    optimizers.check(settings, model(), "net")
     made = optimizers.build_optimizer(settings, model(), "module.")
     found = [(group["param_names"], group["lr"], group["betas"]) for group in made.param_groups]
     assert found[0] == (["module.0.weight"], 0.1, (0.8, 0.9))
@@ -185,7 +187,7 @@ def test_a_class_of_a_library_is_a_factory_and_so_is_one_with_arguments():
 
 def test_a_factory_may_make_groups_of_its_own_even_an_empty_one(own):
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizers.check(config(f"{own}:of_model"), net)
+    optimizers.check(config(f"{own}:of_model"), net, "net")
     made = optimizers.build_optimizer(config(f"{own}:of_model"), net, "module.")
     assert [(group["param_names"], group["lr"]) for group in made.param_groups] == [
         (["module.0.weight", "module.0.bias"], 0.2),
@@ -197,7 +199,7 @@ def test_a_factory_may_make_groups_of_its_own_even_an_empty_one(own):
 @pytest.mark.parametrize("name", ["anything", "Restless", "Hooked"])
 def test_one_that_takes_anything_or_draws_at_random_can_be_resumed(own, name):
     net, before = model(), torch.get_rng_state()
-    optimizers.check(config(f"{own}:{name}"), net)
+    optimizers.check(config(f"{own}:{name}"), net, "net")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -229,12 +231,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_can_not_be_trained_with_or_resumed_is_refused(own, name):
     settings, said = REFUSED[name]
     with pytest.raises(UsageFault, match=re.escape(said)):
-        optimizers.check(config(f"{own}:{name}", **settings), model())
+        optimizers.check(config(f"{own}:{name}", **settings), model(), "net")
 
 
 def test_what_it_changes_in_its_groups_is_restored_and_not_made_anew(own):
-    settings = config(f"{own}:Warming", lr=0.1)
-    optimizers.check(settings, model())
+    optimizers.check(config(f"{own}:Warming", lr=0.1), model(), "net")
+    settings = TrainConfig.of(optimizer=f"{own}:Warming", lr=0.1, momentum=None, weight_decay=None)
 
     def updater() -> Updater:
         return Updater(settings, nn.ModuleDict({"module": model()}), torch.device("cpu"), 5)
@@ -252,7 +254,7 @@ def test_what_it_changes_in_its_groups_is_restored_and_not_made_anew(own):
 def test_a_state_of_another_dtype_than_its_parameter_is_restored_as_it_was(own, name, dtype):
     spec = f"{own}:{name}" if name == "Wide" else name
     settings = config(spec, lr=0.1, weight_decay=0.0) if ":" not in spec else config(spec, lr=0.1)
-    optimizers.check(settings, model().to(dtype))
+    optimizers.check(settings, model().to(dtype), "net")
     one, other = (model().to(dtype) for _ in range(2))
     first, second = (optimizers.build_optimizer(settings, net) for net in (one, other))
     one_step(one, first)
@@ -311,7 +313,7 @@ def test_flags_reach_torchs_optimizer(what):
     settings, torchs = PASSED[what]
     ours, theirs = model(), model()
     usual = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
-    made = optimizers.build_optimizer(TrainConfig(**{**usual, **settings}), ours)
+    made = optimizers.build_optimizer(TrainConfig.of(**{**usual, **settings}).optimizer, ours)
     assert all(map(torch.equal, trained(made, ours), trained(torchs(theirs.parameters()), theirs)))
 
 
@@ -326,4 +328,6 @@ NONE = {
 @pytest.mark.parametrize("said", NONE)
 def test_flags_that_an_optimizer_has_no_use_for_are_refused(said):
     with pytest.raises(UsageFault, match=re.escape(said)):
-        optimizers.check(TrainConfig(**{"momentum": 0.0, "weight_decay": 0.0, **NONE[said]}), model())
+        optimizers.check(
+            TrainConfig.of(**{"momentum": 0.0, "weight_decay": 0.0, **NONE[said]}).optimizer, model(), "net"
+        )

@@ -12,13 +12,13 @@ from torch import nn
 from ckpttool.errors import UsageFault
 from tests.ranks import runs
 from train.config import command_line
-from train.config.sections import TrainConfig
+from train.config.sections import ModelConfig, TrainConfig
 from train.model import wrapping
 from train.model.builtin import resnet20
 
 
-def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(**{"shard": True, **settings})
+def config(**settings: Any) -> ModelConfig:
+    return TrainConfig.of(**{"shard": True, **settings}).model
 
 
 class Tied(nn.Module):
@@ -90,32 +90,32 @@ INDIVISIBLE = {
 @pytest.mark.parametrize("reason", INDIVISIBLE)
 def test_a_parameter_that_cannot_be_divided_is_named(reason):
     with pytest.raises(UsageFault, match=reason):
-        wrapping.check_sharding(config(), having(INDIVISIBLE[reason]))
-    wrapping.check_sharding(TrainConfig(), having(INDIVISIBLE[reason]))
+        wrapping.check_sharding(config(), having(INDIVISIBLE[reason]), "sgd")
+    wrapping.check_sharding(TrainConfig().model, having(INDIVISIBLE[reason]), "sgd")
 
 
 def test_units_of_several_dtypes_are_fine_if_each_has_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1).bfloat16())
     with pytest.raises(UsageFault, match=r"0\.weight is float32 and 1\.weight bfloat16"):
-        wrapping.check_sharding(config(), model)
-    wrapping.check_sharding(config(shard_blocks=("Conv1d",)), model)
+        wrapping.check_sharding(config(), model, "sgd")
+    wrapping.check_sharding(config(shard_blocks=("Conv1d",)), model, "sgd")
 
 
 def test_a_frozen_parameter_may_have_any_dtype_as_it_has_no_gradient():
     model = having(torch.ones(2, dtype=torch.bfloat16))
     model.odd.requires_grad_(False)
-    wrapping.check_sharding(config(), model)
+    wrapping.check_sharding(config(), model, "sgd")
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "Rprop"])
 def test_an_optimizer_that_needs_whole_matrices_is_refused(name):
     with pytest.raises(UsageFault, match=f"--shard and --optimizer {name}: it needs whole matrices"):
-        wrapping.check_sharding(config(optimizer=name), resnet20())
+        wrapping.check_sharding(config(), resnet20(), name)
 
 
 def test_batchnorm_keeps_float32_statistics_and_is_refused_in_bfloat16():
     with pytest.raises(UsageFault, match="--shard-dtype bf16: 'bn1' of simple-cnn is a BatchNorm2d"):
-        wrapping.check_sharding(config(shard_dtype="bf16"), resnet20())
+        wrapping.check_sharding(config(shard_dtype="bf16"), resnet20(), "sgd")
 
 
 @dataclasses.dataclass
@@ -129,7 +129,7 @@ def test_outputs_in_which_fsdp_finds_no_tensor_are_refused():
         wrapping.check_outputs(config(), Own(tensor))
     for outputs in (tensor, {"logits": tensor, "n": 1}, (None, [tensor])):
         wrapping.check_outputs(config(), outputs)
-    wrapping.check_outputs(TrainConfig(), Own(tensor))
+    wrapping.check_outputs(TrainConfig().model, Own(tensor))
 
 
 # ---- flags ----------------------------------------------------------------------------------------------

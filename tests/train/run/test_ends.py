@@ -30,7 +30,7 @@ from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, ow
 from train import main
 from train.config import command_line
 from train.config.flags import Every
-from train.config.sections import TrainConfig
+from train.config.sections import TrainConfig, TrainingConfig
 from train.launch import program as launch
 from train.model.updater import total_steps
 from train.run import report
@@ -330,7 +330,7 @@ COURSES: dict[str, tuple[dict[str, Any], float, list[int], list[int], str]] = {
 @pytest.mark.parametrize("course", COURSES)
 def test_what_is_due_after_each_step(course):
     settings, speed, evaluated, saved, end = COURSES[course]
-    limits = Limits(TrainConfig(**settings), lambda: STEPS, clock(speed))
+    limits = Limits(TrainConfig.of(**settings), lambda: STEPS, clock(speed))
     last = max(evaluated + saved)
     found = {step: limits.due(position(step)) for step in range(1, last + 1)}
     assert [step for step, due in found.items() if due.evaluate] == evaluated
@@ -339,7 +339,7 @@ def test_what_is_due_after_each_step(course):
 
 
 def test_a_training_that_has_all_its_steps_is_over_before_it_begins():
-    limits = Limits(TrainConfig(epochs=2, max_steps=6), lambda: STEPS)
+    limits = Limits(TrainConfig.of(epochs=2, max_steps=6), lambda: STEPS)
     assert not limits.is_over(position(5))
     assert limits.is_over(position(6))
     assert limits.is_over(Progress(epoch=2, step=0, global_step=5))
@@ -348,20 +348,20 @@ def test_a_training_that_has_all_its_steps_is_over_before_it_begins():
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_the_end_of_an_epoch_is_seen_whether_it_is_counted_or_not(counted):
-    limits = Limits(TrainConfig(epochs=3), lambda: STEPS)
+    limits = Limits(TrainConfig.of(epochs=3), lambda: STEPS)
     at = Progress(epoch=1, step=0, global_step=4) if counted else position(4)
     assert limits.due(at) == Due(evaluate=True, save=True)
 
 
 def test_the_schedule_is_as_long_as_the_training():
-    assert total_steps(TrainConfig(epochs=3), STEPS) == 12
-    assert total_steps(TrainConfig(epochs=3, max_steps=7), STEPS) == 7
-    assert total_steps(TrainConfig(epochs=3, max_steps=70), STEPS) == 12
-    assert total_steps(TrainConfig(epochs=3, max_time=1.0), STEPS) == 12
+    assert total_steps(TrainingConfig(epochs=3), STEPS) == 12
+    assert total_steps(TrainingConfig(epochs=3, max_steps=7), STEPS) == 7
+    assert total_steps(TrainingConfig(epochs=3, max_steps=70), STEPS) == 12
+    assert total_steps(TrainingConfig(epochs=3, max_time=1.0), STEPS) == 12
 
 
 def on_rank(rank: int, world_size: int) -> list[Due]:
-    config = TrainConfig(epochs=99, max_time=9.5, save_every=Every(4, "s"))
+    config = TrainConfig.of(epochs=99, max_time=9.5, save_every=Every(4, "s"))
     limits = Limits(config, lambda: STEPS, clock(1.0 + 50 * rank))
     return [limits.due(position(step)) for step in range(1, 12)]
 
@@ -375,7 +375,7 @@ def test_rank_0_s_clock_decides_for_all_ranks(run_ranks):
 
 def never_asked(rank: int, world_size: int) -> bool:
     if rank == 0:  # alone: a collective would wait for the others
-        Limits(TrainConfig(epochs=3), lambda: STEPS).due(position(1))
+        Limits(TrainConfig.of(epochs=3), lambda: STEPS).due(position(1))
     return collectives.world_size() == world_size
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,11 @@ from train.run import folder as run_folder
 from train.run.folder import ATTEMPTS as FILE
 from train.run.folder import attempts as counted
 
-CONFIG = TrainConfig(resume="auto")
+CONFIG = TrainConfig.of(resume="auto")
 
 
 def claim(config: TrainConfig, now: str = "now") -> str:
-    with run_folder.claimed(config, now) as folder:
+    with run_folder.claimed(config.saving, now) as folder:
         return folder
 
 
@@ -34,7 +33,7 @@ def claim(config: TrainConfig, now: str = "now") -> str:
 def test_a_folder_that_holds_a_run_is_refused_with_the_flags_to_give(name, tmp_path):
     (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(UsageFault, match="already holds a run") as fault:
-        claim(TrainConfig(out=str(tmp_path)))
+        claim(TrainConfig.of(out=str(tmp_path)))
     assert all(flag in fault.value.hint for flag in ("--resume auto", "--force", "--out"))
     assert (tmp_path / name).read_bytes() == b"precious"
 
@@ -44,7 +43,7 @@ def test_force_clears_a_runs_own_files_and_no_others(tmp_path):
     for name in ("last.pt", "best.pt", "log.jsonl", "notes.txt", "step-x.pt", "step-000008.pt"):
         (tmp_path / name).touch()
     (tmp_path / "step-000009.pt").mkdir()
-    assert claim(TrainConfig(out=str(tmp_path), force=True)) == str(tmp_path)
+    assert claim(TrainConfig.of(out=str(tmp_path), force=True)) == str(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000008.pt", "step-000009.pt", "step-x.pt"]
 
 
@@ -56,31 +55,31 @@ def test_without_out_each_run_has_a_new_folder_named_by_the_time(here):
 def test_a_folder_that_cant_be_made_names_the_flag(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageFault, match="--out"):
-        claim(TrainConfig(out=str(tmp_path / "file" / "run")))
+        claim(TrainConfig.of(out=str(tmp_path / "file" / "run")))
 
 
 @pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="there is no folder that root can't write")
 def test_a_folder_that_cant_be_written_is_refused_before_training():
     said = r"--out /sys/kernel: (permission denied|read-only|operation not perm)"
     with pytest.raises(UsageFault, match=said):
-        claim(TrainConfig(out="/sys/kernel"))
+        claim(TrainConfig.of(out="/sys/kernel"))
 
 
 def test_two_runs_in_one_folder_are_refused_whatever_the_flags(tmp_path):
-    with run_folder.claimed(TrainConfig(out=str(tmp_path)), "now") as folder:
+    with run_folder.claimed(TrainConfig.of(out=str(tmp_path)).saving, "now") as folder:
         (tmp_path / "last.pt").write_bytes(b"of the first run")
         for flags in ({"force": True}, {"resume": "auto"}, {}):
             with pytest.raises(UsageFault, match="another run, or slim, writes there now"):
-                claim(TrainConfig(out=folder, **flags))
+                claim(TrainConfig.of(out=folder, **flags))
     assert (tmp_path / "last.pt").read_bytes() == b"of the first run"
-    assert claim(TrainConfig(out=folder, resume="auto")) == folder
+    assert claim(TrainConfig.of(out=folder, resume="auto")) == folder
 
 
 def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_outlives_it(tmp_path):
     code = (
         "import os, sys, time; from train.run import folder as run_folder\n"
         "from train.config.sections import TrainConfig\n"
-        f"with run_folder.claimed(TrainConfig(out={str(tmp_path)!r}), 'now'):\n"
+        f"with run_folder.claimed(TrainConfig.of(out={str(tmp_path)!r}).saving, 'now'):\n"
         "    child = os.fork()\n"
         "    if not child: time.sleep(60)\n"
         "    print(child, flush=True); time.sleep(60)"
@@ -89,10 +88,10 @@ def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_ou
     child = int(rank.stdout.readline())
     try:
         with pytest.raises(UsageFault, match="another run, or slim, writes there now"):
-            claim(TrainConfig(out=str(tmp_path)))
+            claim(TrainConfig.of(out=str(tmp_path)))
         rank.kill()
         rank.wait()
-        claim(TrainConfig(out=str(tmp_path)))
+        claim(TrainConfig.of(out=str(tmp_path)))
     finally:
         os.kill(child, signal.SIGKILL)
         rank.stdout.close()
@@ -111,7 +110,7 @@ def test_a_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
     killed.communicate()
     for name in ("step-000003.pt.link", "other.link"):
         (tmp_path / name).touch()
-    claim(TrainConfig(out=str(tmp_path), resume="auto"))
+    claim(TrainConfig.of(out=str(tmp_path), resume="auto"))
     checkpoint_files.write({}, str(tmp_path), ["last.pt"])
     assert sorted(os.listdir(tmp_path)) == ["last.pt", "other.link"]
 
@@ -121,7 +120,7 @@ def test_a_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
 def test_a_named_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(UsageFault, match=f"{name}: is a named pipe"):
-        claim(TrainConfig(out=str(tmp_path), resume="auto"))
+        claim(TrainConfig.of(out=str(tmp_path), resume="auto"))
     with pytest.raises(Refused, match="is not a regular file"):
         checkpoints.read(str(tmp_path / name))
 
@@ -134,7 +133,7 @@ def test_a_place_where_no_checkpoint_can_be_written_is_refused_at_the_start(tmp_
     else:
         (tmp_path / name).symlink_to(tmp_path / "gone" / name)
     with pytest.raises(UsageFault, match=f"{name}: is {what}: no checkpoint can be written there"):
-        claim(TrainConfig(out=str(tmp_path), resume="auto"))
+        claim(TrainConfig.of(out=str(tmp_path), resume="auto"))
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "run.jsonl"])
@@ -142,7 +141,7 @@ def test_a_log_that_is_a_link_is_refused(tmp_path, name):
     (tmp_path / "precious").write_bytes(b"of another")
     (tmp_path / name).symlink_to(tmp_path / "precious")
     with pytest.raises(UsageFault, match=f"{name}: is a link, and what it leads to would be written into"):
-        claim(TrainConfig(out=str(tmp_path), resume="auto"))
+        claim(TrainConfig.of(out=str(tmp_path), resume="auto"))
     assert (tmp_path / "precious").read_bytes() == b"of another"
 
 
@@ -233,10 +232,10 @@ def test_an_error_is_counted_as_a_failure(tmp_path):
 
 
 def test_another_flag_begins_a_new_count_and_resume_is_none(tmp_path):
-    for config in (replace(CONFIG, resume=None), CONFIG, CONFIG):
+    for config in (CONFIG.changed(resume=None), CONFIG, CONFIG):
         attempt(tmp_path, 9, config=config)
     assert refused(tmp_path)
-    assert refused(tmp_path, replace(CONFIG, workers=1)) == ""
+    assert refused(tmp_path, CONFIG.changed(workers=1)) == ""
 
 
 def test_other_ranks_touch_no_file(tmp_path):

@@ -266,7 +266,7 @@ def told(
     """
     number, long = settings.pop("signal", signal.SIGTERM), settings.pop("long", run.LONG)
     usual = {"epochs": 2, "batch_size": runs.BATCH, "lr": 0.05, "timeout": 20.0, "eval_batch": 2, **SELDOM}
-    config = TrainConfig(**{"out": folder, **usual, **settings})
+    config = TrainConfig.of(**{"out": folder, **usual, **settings})
     data, model = trainings.tensors(runs.SHAPE, runs.SAMPLES), trainings.seeded(runs.restless)
     (where, when), calls = how, itertools.count()
 

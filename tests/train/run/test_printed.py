@@ -272,7 +272,7 @@ def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path,
 
 
 def test_a_recipe_is_broken_between_its_parts():
-    config = TrainConfig(amp="bf16", clip_norm=1.0, ema=0.999, augment="crop-flip", mixup=0.2, seed=123)
+    config = TrainConfig.of(amp="bf16", clip_norm=1.0, ema=0.999, augment="crop-flip", mixup=0.2, seed=123)
     text = f"train   {report.in_lines(report.recipe(config))}"
     first = "train   10 epochs, sgd lr 0.1, cosine, amp bf16, clip-norm 1.0, ema 0.999,"
     assert text == f"{first}\n        augment crop-flip, mixup 0.2, seed 123"
@@ -328,7 +328,7 @@ LANGUAGE = {"task": "language-model", "block_size": 4}
 def test_data_are_described_as_they_are(own, factory, settings, said):
     settings = dict(settings)
     test_data = f"{own}:{settings.pop('test')}" if "test" in settings else None
-    data = data_set.load(TrainConfig(data=f"{own}:{factory}", test_data=test_data, **settings))
+    data = data_set.load(TrainConfig.of(data=f"{own}:{factory}", test_data=test_data, **settings).data)
     assert describe(data) == said
 
 
@@ -468,7 +468,7 @@ def figures(
     latest: dict[str, float], unit: str = "", done: int = 30, steps: int | None = 50, most: int | None = None
 ) -> list[str]:
     trainer: Any = SimpleNamespace(
-        config=SimpleNamespace(max_steps=most),
+        config=SimpleNamespace(training=SimpleNamespace(max_steps=most)),
         feed=SimpleNamespace(known_steps=steps),
         log=SimpleNamespace(latest=latest, work=Work(unit)),
         place=SimpleNamespace(device=torch.device("cpu")),

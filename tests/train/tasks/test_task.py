@@ -37,7 +37,7 @@ def numbers(target: torch.Tensor) -> Any:
 
 
 def built(name: str, data: Any = CLASSES, **settings: Any) -> Task:
-    return tasks.build(TrainConfig(task=name, **settings), data)
+    return tasks.build(TrainConfig.of(task=name, **settings), data)
 
 
 def measured(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def parameters_on_ranks(
     usual = {"batch_size": BATCH, "epochs": EPOCHS, "task": kind, **SETTINGS, **settings}
     if kind == "classification":
         usual["class_weights"] = WEIGHTS
-    task = task_of(kind, TrainConfig(**usual), data)
+    task = task_of(kind, TrainConfig.of(**usual), data)
     trainer = trainings.trainer(rank, world_size, data, model, task, **usual)
     for _ in range(EPOCHS):
         trained = trainings.finish_epoch(trainer)
@@ -322,7 +322,7 @@ def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, 
         data = replace(data, train=ignoring((1,)), test=lines())
         usual |= {"ema": 0.9, "clip_norm": 1.0}
     settings = {"task": name, **usual, **settings}
-    task, model = task_of(name, TrainConfig(**settings), data), trainings.seeded(KINDS[name][1])
+    task, model = task_of(name, TrainConfig.of(**settings), data), trainings.seeded(KINDS[name][1])
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         said = runs.outcome(rank, world_size, data, model, settings, task)
     return errors.getvalue() + said

@@ -329,8 +329,8 @@ def test_what_can_be_trained_so_is_not_refused(what):
 
 
 def test_the_flag_is_read_and_plain_is_the_default():
-    assert command_line.parse([]).batchnorm == "plain"
-    assert command_line.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
+    assert command_line.parse([]).model.batchnorm == "plain"
+    assert command_line.parse(["--batchnorm", "pooled"]).model.batchnorm == "pooled"
     with pytest.raises(UsageFault, match="--batchnorm"):
         command_line.parse(["--batchnorm", "global"])
 

@@ -220,10 +220,10 @@ def make():
 
 @pytest.mark.parametrize("name", ["Task", "make"])
 def test_a_task_draws_the_same_numbers_on_every_rank_and_after_a_resume(own, name):
-    config, scales = TrainConfig(task=f"{own}:{name}"), []
+    config, scales = TrainConfig.of(task=f"{own}:{name}"), []
     for seed in (1, 2):
         randomness.seed_all(seed)
-        scales.append(tasks.users(config).scale)
+        scales.append(tasks.users(config.data.task).scale)
     assert scales[0] == scales[1]
 
 
