@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ckpttool.transforms.keys import rename_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,6 +16,7 @@ from torch import nn
 import ckpttool
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 from ckpttool.inert_pickle.values import OrderedDict_
+from ckpttool.transforms.keys import rename_parameters
 from ckpttool.transforms.mapping.applying import apply
 from ckpttool.transforms.mapping.rule_file import rules_in
 from ckpttool.transforms.optimizer.parameters import by_shapes, in_order
