@@ -13,7 +13,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def save_both_ways(rank: int, size: int, folder: str, settings: dict[str, Any]) 
     for _ in steps_of_epoch(trainer):
         break
     for way in ("sync", "async"):
-        trainer.config = replace(trainer.config, save=way)
+        trainer.config = trainer.config.changed(save=way)
         os.makedirs(os.path.join(folder, way), exist_ok=True)
         saver = saving.Saver(trainer, os.path.join(folder, way))
         saver.save(last=True, best=True)

@@ -68,7 +68,7 @@ def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
 def test_a_rank_that_fails_ends_the_others_and_only_it_has_a_traceback(tmp_path, how, code, said):
     own = own_model(tmp_path, how, "torch.is_grad_enabled() and rank == '1'")
     model = ["--model", own, "--out", str(tmp_path / "x")]
-    assert TrainConfig().timeout > PATIENCE, "else who waits for a lost rank would end well too"
+    assert TrainConfig().ranks.timeout > PATIENCE, "else who waits for a lost rank would end well too"
     done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, *model])
     assert done.returncode == code, done.stderr
     # If it has the time.
