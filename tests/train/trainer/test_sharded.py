@@ -279,5 +279,4 @@ def test_all_ranks_begin_with_rank_0s_weights_and_a_model_of_another_shape_is_na
 
 
 def test_a_mesh_of_one_group_is_all_ranks():
-    config = trainings.TrainConfig.of(shard=True)
-    assert command_line.mesh_sizes(config, 6) == (1, 6)
+    assert command_line.mesh_sizes(None, 6) == (1, 6)
