@@ -137,7 +137,7 @@ def wholes(trainer: Trainer) -> list[torch.Tensor]:
 def after_epochs(rank: int, size: int, make: Any, data: Data, settings: dict[str, Any]) -> Any:
     """Train the epochs of the settings; return the state of the model, and the score of the last epoch."""
     trained = trainer(rank, size, data, seeded(make), **settings)
-    scores = [finish_epoch(trained) for _ in range(trained.config.epochs)]
+    scores = [finish_epoch(trained) for _ in range(trained.config.training.epochs)]
     return state(trained.ddp.module), scores[-1]
 
 
