@@ -172,6 +172,14 @@ class NeedsTorch(UsageFault, ImportError, kind="needs-torch"):
         super().__init__(f"{what} needs torch, which is not installed", hint=install("torch"))
 
 
+class MissingRoom(CkptToolError, kind="missing-room"):
+    """Something was asked for whose folder was taken out of the package."""
+
+    def __init__(self, room: str) -> None:
+        what = f"this needs ckpttool's '{room}', which was taken out of this installation"
+        super().__init__(what, hint="pip install --force-reinstall ckpttool")
+
+
 class RanksDiffer(CkptToolError, kind="ranks-differ", exit_code=1):
     """Ranks hold different values where they must be equal; the message names the tensor and the rank.
 
