@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpttool.analysis import run_log
+from ckpttool.inspecting import run_log
 
 from . import machine
 from .commands import CHILDREN, PYTHON, tool

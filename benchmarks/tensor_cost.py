@@ -15,13 +15,13 @@ from pathlib import Path
 
 from ckpttool import diff, inspect, strip_prefix
 from ckpttool import open as open_checkpoint
-from ckpttool.files.copying import Output
-from ckpttool.formats import safetensors
-from ckpttool.formats.pytorch.archive import Archive
-from ckpttool.formats.pytorch.tensor_pickle import write_torch_pickle
-from ckpttool.formats.pytorch.zip_reader import read_directory
-from ckpttool.formats.pytorch.zip_writer import ZipWriter
-from ckpttool.remote.places import open_source_at
+from ckpttool.core.files.copying import Output
+from ckpttool.core.formats import safetensors
+from ckpttool.core.formats.pytorch.archive import Archive
+from ckpttool.core.formats.pytorch.tensor_pickle import write_torch_pickle
+from ckpttool.core.formats.pytorch.zip_entries import read_directory
+from ckpttool.core.formats.pytorch.zip_writer import ZipWriter
+from ckpttool.core.remote.places import open_source_at
 
 from .commands import make_checkpoint
 

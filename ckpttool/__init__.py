@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy import attributes, views_in
+from .core.lazy import attributes, views_in
 
 __version__ = "0.1.0"
 
@@ -34,85 +34,83 @@ if TYPE_CHECKING:
     from . import batchnorm as batchnorm
     from . import errors as errors
     from . import metrics as metrics
-    from .analysis.checks import digest as digest
-    from .analysis.compare import diff as diff
-    from .analysis.summary import inspect as inspect
-    from .analysis.verify import verify as verify
-    from .checkpoint.checkpoint import Checkpoint as Checkpoint
-    from .checkpoint.state import State as State
-    from .conversion import convert as convert
-    from .conversion import merge as merge
+    from .averaging.average import average as average
+    from .conforming.conform import conform as conform
+    from .core.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from .core.checkpoint.keys import add_prefix as add_prefix
+    from .core.checkpoint.keys import rename_keys as rename_keys
+    from .core.checkpoint.keys import strip_prefix as strip_prefix
+    from .core.checkpoint.selection import drop as drop
+    from .core.checkpoint.selection import select as select
+    from .core.checkpoint.selection import slim as slim
+    from .core.checkpoint.selection import with_metadata as with_metadata
+    from .core.checkpoint.state import State as State
+    from .core.formats.conversion import convert as convert
+    from .core.formats.reading import open as open
+    from .core.formats.saving import save as save
+    from .core.tensors.ref import TensorRef as TensorRef
+    from .deltas.writing import apply as apply
+    from .deltas.writing import delta as delta
+    from .diffing.compare import diff as diff
+    from .disarming.disarm import disarm as disarm
     from .errors import CkptToolError as CkptToolError
-    from .formats import open as open
-    from .formats import open_ranks as open_ranks
-    from .formats import save as save
-    from .formats.delta.applying import apply as apply
-    from .formats.delta.writing import delta as delta
-    from .formats.splitting import split as split
-    from .models.doctor import doctor as doctor
+    from .inspecting.summary import inspect as inspect
+    from .lora.adapter import open_adapter as open_adapter
+    from .lora.adapter import save_adapter as save_adapter
+    from .lora.differences import extract_lora as extract_lora
+    from .lora.merge import merge_lora as merge_lora
+    from .mapping.applying import apply_map as apply_map
+    from .mapping.applying import maps as maps
+    from .mapping.layout import join_complex as join_complex
+    from .mapping.layout import split_complex as split_complex
+    from .models.factory import skeletons as skeletons
     from .models.reloading import reload as reload
-    from .models.skeleton import skeletons as skeletons
+    from .models.treatment import doctor as doctor
     from .proving.proof import prove as prove
+    from .ranks.frameworks import merge as merge
+    from .ranks.frameworks import open_ranks as open_ranks
+    from .ranks.splitting import split as split
     from .reporting.report import report as report
     from .scanning.scan import scan as scan
-    from .slimming import slim_in_place as slim_in_place
-    from .tensors.ref import TensorRef as TensorRef
-    from .transforms.average import average as average
-    from .transforms.conforming.conform import conform as conform
-    from .transforms.disarm import disarm as disarm
-    from .transforms.keys import add_prefix as add_prefix
-    from .transforms.keys import rename_keys as rename_keys
-    from .transforms.keys import strip_prefix as strip_prefix
-    from .transforms.layout import join_complex as join_complex
-    from .transforms.layout import split_complex as split_complex
-    from .transforms.lora.adapter import open_adapter as open_adapter
-    from .transforms.lora.adapter_folder import save_adapter as save_adapter
-    from .transforms.lora.extract import extract_lora as extract_lora
-    from .transforms.lora.merge import merge_lora as merge_lora
-    from .transforms.mapping.applying import apply_map as apply_map
-    from .transforms.mapping.builtin import maps as maps
-    from .transforms.selection import drop as drop
-    from .transforms.selection import select as select
-    from .transforms.selection import slim as slim
-    from .transforms.selection import with_metadata as with_metadata
+    from .slimming.slimming import slim_in_place as slim_in_place
+    from .verifying.verify import digest as digest
+    from .verifying.verify import verify as verify
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
             "": "batchnorm errors metrics",
-            "analysis.checks": "digest",
-            "analysis.compare": "diff",
+            "verifying.verify": "digest verify",
+            "diffing.compare": "diff",
             "proving.proof": "prove",
-            "analysis.summary": "inspect",
-            "analysis.verify": "verify",
-            "conversion": "convert merge",
-            "checkpoint.checkpoint": "Checkpoint",
-            "checkpoint.state": "State",
+            "inspecting.summary": "inspect",
+            "core.formats.conversion": "convert",
+            "ranks.frameworks": "merge open_ranks",
+            "core.checkpoint.checkpoint": "Checkpoint",
+            "core.checkpoint.state": "State",
             "errors": "CkptToolError",
-            "formats": "open open_ranks save",
-            "formats.delta.applying": "apply",
-            "formats.delta.writing": "delta",
-            "formats.splitting": "split",
-            "models.doctor": "doctor",
+            "core.formats.reading": "open",
+            "core.formats.saving": "save",
+            "deltas.writing": "apply delta",
+            "ranks.splitting": "split",
+            "models.treatment": "doctor",
             "models.reloading": "reload",
-            "models.skeleton": "skeletons",
+            "models.factory": "skeletons",
             "reporting.report": "report",
             "scanning.scan": "scan",
-            "slimming": "slim_in_place",
-            "tensors.ref": "TensorRef",
-            "transforms.average": "average",
-            "transforms.conforming.conform": "conform",
-            "transforms.layout": "join_complex split_complex",
-            "transforms.disarm": "disarm",
-            "transforms.keys": "add_prefix rename_keys strip_prefix",
-            "transforms.lora.merge": "merge_lora",
-            "transforms.lora.adapter": "open_adapter",
-            "transforms.lora.adapter_folder": "save_adapter",
-            "transforms.lora.extract": "extract_lora",
-            "transforms.mapping.applying": "apply_map",
-            "transforms.mapping.builtin": "maps",
-            "transforms.selection": "drop select slim with_metadata",
+            "slimming.slimming": "slim_in_place",
+            "core.tensors.ref": "TensorRef",
+            "averaging.average": "average",
+            "conforming.conform": "conform",
+            "mapping.layout": "join_complex split_complex",
+            "disarming.disarm": "disarm",
+            "core.checkpoint.keys": "add_prefix rename_keys strip_prefix",
+            "lora.merge": "merge_lora",
+            "lora.adapter": "open_adapter save_adapter",
+            "lora.differences": "extract_lora",
+            "mapping.applying": "apply_map maps",
+            "core.checkpoint.selection": "drop select slim with_metadata",
         },
     )
 
-views_in("ckpttool.notebook")
+views_in("ckpttool.reporting.notebook")

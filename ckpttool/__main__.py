@@ -1,5 +1,5 @@
 """python -m ckpttool"""
 
-from .cli import main
+from .core.cli import main
 
 main()

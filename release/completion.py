@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from click.shell_completion import ShellComplete, get_completion_class
 
-from ckpttool.cli import group
+from ckpttool.core.cli import group
 
 NAME = "ckpttool"
 # Where each shell looks, below the prefix of an installation

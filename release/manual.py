@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from ckpttool import __version__
-from ckpttool.cli import SECTIONS, group
+from ckpttool.core.cli import SECTIONS, group
 
 NAME = "ckpttool"
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpttool.cli import group
+from ckpttool.core.cli import group
 
 # What a plain install can do with one file, in an order in which each line finds its files
 LINES = """

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckpttool import cli as command_line
+from ckpttool.core import cli as command_line
 from ckpttool.proving import replay
 from tests.ranks.forked import Program, WarmPython
 from tests.ranks.pool import Pool

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.rooms import ROOMS
 from tests.support.generated_page import generated, regenerate
 from tests.support.running import ROOT
 
@@ -25,12 +26,14 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGE = ROOT / "docs" / "architecture.md"
 MARKS = "<!-- tables -->\n", "<!-- /tables -->"
 
-FOLDERS = ["tensors", "distributed", "files", "remote", "inert_pickle", "checkpoint", "formats", "transforms"]
-FOLDERS += ["analysis", "scanning", "proving", "batchnorm", "metrics", "reporting", "models", "cli"]
-"""The folders of the package, from the ground up: each imports only from those before it."""
+CORE = ["tensors", "files", "remote", "inert_pickle", "checkpoint", "formats", "cli"]
+"""The folders of the core, from the ground up: each imports only from those before it."""
 
-ROOMS = ["config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run"]
+OF_TRAINER = ["config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run"]
 """The folders of the trainer, likewise."""
+
+OF_SHELL = ("command", "converting", "page")
+"""The files of a room that parse and print, and so may import click."""
 
 LIBRARIES = {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
 
@@ -170,10 +173,21 @@ def levels() -> dict[str, int]:
 # ---- the rules -----------------------------------------------------------------------------------------
 
 
-def folder_of(path: Path) -> str:
-    """Return the folder of the package that a file lies in; empty beside the folders."""
+def room_of(path: Path) -> str:
+    """Return the room of the package that a file lies in; `core` for the core and what lies beside it."""
+    return first if (first := path.relative_to(PACKAGE).parts[0]) in ROOMS else "core"
+
+
+def is_shell(path: Path) -> bool:
+    """Return whether a file is of the command line: it parses and prints."""
     parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+    return parts[:2] == ("core", "cli") or (parts[0] in ROOMS and path.stem in OF_SHELL)
+
+
+def at_height(module: str) -> int:
+    """Return where in the core a module lies, from the ground up; what is beside the folders is below."""
+    parts = module.split(".")
+    return CORE.index(parts[2]) if parts[1] == "core" and len(parts) > 3 and parts[2] in CORE else -1
 
 
 def tops(path: Path, *, at_once: bool = False) -> set[str]:
@@ -186,45 +200,62 @@ def shown(paths: list[Path]) -> list[str]:
 
 
 def test_the_folders_are_those_of_the_plan() -> None:
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FOLDERS)
-    assert {path.parent.name for path in TRAINER_FILES} == {*ROOMS, "train"}
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == {"core", *ROOMS}
+    assert {path.parent.name for path in (PACKAGE / "core").glob("*/__init__.py")} == set(CORE)
+    assert {path.parent.name for path in TRAINER_FILES} == {*OF_TRAINER, "train"}
 
 
-def test_a_folder_imports_only_from_those_before_it() -> None:
-    order = {name: number for number, name in enumerate(("", *FOLDERS))}
+def test_a_folder_of_the_core_imports_only_from_those_before_it() -> None:
     offenders = [
         f"{path.relative_to(PACKAGE)} imports {module}"
         for path in FILES
-        if path.parent != PACKAGE
         for module in own_imports(path)
-        if (PACKAGE / module.split(".")[1]).is_dir() and order[module.split(".")[1]] > order[folder_of(path)]
+        if 0 <= at_height(name_of(path)) < at_height(module)
     ]
     assert offenders == []
 
 
+def test_the_core_imports_no_room_and_a_room_only_those_that_it_declares() -> None:
+    offenders = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path in FILES
+        if path.parent != PACKAGE
+        for each in all_imports_of(path)
+        for module in own_imports(path, [each])
+        if (room := room_of(modules()[module])) not in ("core", room_of(path), *ROOMS.get(room_of(path), ()))
+    ]
+    assert offenders == []
+
+
+def test_rooms_need_rooms_that_are_there_and_few_of_them() -> None:
+    needed = [each for needs in ROOMS.values() for each in needs]
+    assert {*needed} <= {*ROOMS}
+    assert len(needed) <= 12
+
+
 def test_a_room_of_the_trainer_imports_only_from_those_before_it() -> None:
     """What lies next to the rooms is a program, which no room imports, or what all of them print with."""
-    order = {name: number for number, name in enumerate(ROOMS)}
+    order = {name: number for number, name in enumerate(OF_TRAINER)}
     offenders = [
         f"{path.relative_to(TRAINER)} imports {module}"
         for path in TRAINER_FILES
         if path.parent != TRAINER
         for module in own_imports(path)
         if module.startswith("train.") and module not in ("train", "train.console")
-        if order.get(module.split(".")[1], len(ROOMS)) > order[path.parent.name]
+        if order.get(module.split(".")[1], len(OF_TRAINER)) > order[path.parent.name]
     ]
     assert offenders == []
 
 
 def is_neither_empty_nor_lazy(path: Path) -> bool:
     at_once = {each.module for each in imports_of(path) if not each.later}
-    return bool(at_once - {"__future__", "typing", "ckpttool.lazy"})
+    return bool(at_once - {"__future__", "typing", "ckpttool.core.lazy"})
 
 
 def knows_the_trainer_or_the_command_line(path: Path) -> bool:
-    modules = [each.module for each in imports_of(path) if path.name != "__main__.py"]
-    of_cli = folder_of(path) != "cli" and any(module.startswith("ckpttool.cli") for module in modules)
-    return of_cli or any(module.partition(".")[0] == "train" for module in modules)
+    names = [each.module for each in imports_of(path) if path.name != "__main__.py"]
+    of_shell = not is_shell(path) and any(name in modules() and is_shell(modules()[name]) for name in names)
+    return of_shell or any(name.partition(".")[0] == "train" for name in names)
 
 
 def prints(path: Path) -> bool:
@@ -237,7 +268,7 @@ BREAKS: dict[str, Callable[[Path], object]] = {
         path.name == "__init__.py" and path.parent.name != "cli" and is_neither_empty_nor_lazy(path)
     ),
     "only the command line imports click and tqdm": lambda path: (
-        folder_of(path) != "cli" and tops(path) & {"click", "tqdm"}
+        not is_shell(path) and tops(path) & {"click", "tqdm"}
     ),
     "torch is imported in functions or by a file whose first line says so": lambda path: (
         tops(path, at_once=True) & {"torch", "torchvision"} and "torch" not in first_line(path).lower()
@@ -267,7 +298,7 @@ def test_no_program_of_the_trainer_bears_the_name_of_a_standard_module() -> None
 
 def test_no_imports_form_a_circle_and_one_would_be_found() -> None:
     heights = levels()
-    of_package = "ckpttool.cli.commands.inspect", "ckpttool.formats.reading", "ckpttool.tensors.ref"
+    of_package = "ckpttool.inspecting.command", "ckpttool.core.formats.reading", "ckpttool.core.tensors.ref"
     for tower in (of_package, ("train.main", "train.run.run", "train.trainer.trainer")):
         above, middle, below = (heights[name] for name in tower)
         assert above > middle > below
@@ -312,19 +343,18 @@ def sentence(path: Path) -> str:
 
 def tables() -> Iterator[str]:
     """Yield the generated lines of the page: what each folder is for, from the first lines of the modules."""
-    yield from ("", "| folder | purpose |", "|---|---|")
-    yield from (f"| `{name}/` | {sentence(PACKAGE / name / '__init__.py')} |" for name in FOLDERS)
-    for folder in ("formats", "transforms"):
-        yield from ("", f"| in `{folder}/` | purpose |", "|---|---|")
-        for room in sorted((PACKAGE / folder).glob("*/__init__.py")):
-            yield f"| `{room.parent.name}/` | {sentence(room)} |"
+    yield from ("", "| in `core/` | purpose |", "|---|---|")
+    yield from (f"| `{name}/` | {sentence(PACKAGE / 'core' / name / '__init__.py')} |" for name in CORE)
+    yield from ("", "| room | purpose | needs |", "|---|---|---|")
+    for name, needs in ROOMS.items():
+        yield f"| `{name}/` | {sentence(PACKAGE / name / '__init__.py')} | {', '.join(needs)} |"
     yield "\n"
 
 
 def files() -> Iterator[str]:
     """Yield what each file of the package is for, in each folder from the ground up: `make map`."""
     heights = levels()
-    for folder in ("", *FOLDERS):
+    for folder in ("", "core", *ROOMS):
         paths = (PACKAGE / folder).rglob("*.py") if folder else PACKAGE.glob("*.py")
         for path in sorted(paths, key=lambda path: (heights[name_of(path)], str(path))):
             if path.name not in ("__init__.py", "__main__.py"):

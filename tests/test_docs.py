@@ -19,7 +19,7 @@ from safetensors.torch import load_model, save_file
 from torch import nn
 
 import ckpttool
-from ckpttool.cli import group
+from ckpttool.core.cli import group
 from tests.support.comparing import prefixed
 from tests.support.running import ROOT
 from train import main

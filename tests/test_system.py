@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool import system, windows
-from ckpttool.remote.urls import is_url
+from ckpttool.core import system, windows
+from ckpttool.core.remote.urls import is_url
 from tests.support.crafting import dict_of, number, safetensors_file, storage, tensor, torch_zip
 from tests.support.running import ROOT
 from tests.support.without_posix import msvcrt_of

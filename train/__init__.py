@@ -3,7 +3,7 @@
 import os
 import sys
 
-from ckpttool.system import IS_POSIX
+from ckpttool.core.system import IS_POSIX
 
 if not IS_POSIX:
     sys.stderr.write("error: the trainer runs on Linux\nhint: on Windows, run it in WSL\n")

@@ -8,8 +8,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+from ckpttool.core.files.commit import reason
 from ckpttool.errors import CheckFailed
-from ckpttool.files.failures import reason
 
 
 class ReaderGone(CheckFailed):

@@ -31,11 +31,10 @@ from typing import TYPE_CHECKING, Any
 # The packages of this clone, whichever other one is installed; afterwards the user's modules come first.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
-from ckpttool.contract import versioned
+from ckpttool.core.files.commit import reason
+from ckpttool.core.words import counted, versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
-from ckpttool.files.failures import reason
-from ckpttool.words import counted
 from train import console
 from train.config.command_line import without
 from train.config.flags import Parser, Sections, add_flags, count, flag
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ckpttool.distributed.group import Place
-    from ckpttool.metrics.predictions import Predictions
+    from ckpttool.metrics.certificate import Predictions
     from train.data.data_set import Data
     from train.tasks.builtin import Task
     from train.trainer.progress import Score, Scores
@@ -130,7 +129,7 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
 
 def saved_arguments(path: str, given: Sequence[str]) -> list[str]:
     """Return the flags of a run that its checkpoint says, as far as they are not given."""
-    from ckpttool import formats  # only here, as it takes a tenth of a second
+    from ckpttool.core import formats  # only here, as it takes a tenth of a second
 
     with formats.open(path) as checkpoint:
         tree = checkpoint.tree
@@ -228,8 +227,8 @@ def score_one(job: Job, name: str, data: Data, digest: str) -> Score:
 
 def load(job: Job) -> str:
     """Load the checkpoint into the model, and return the digest of its state."""
-    from ckpttool import formats
-    from ckpttool.files.digest import digest
+    from ckpttool.core import formats
+    from ckpttool.core.files.digest import digest
     from ckpttool.models.reloading import reload
     from train.checkpoint import files
 
@@ -276,16 +275,16 @@ def prepare_output(settings: ScoringConfig, name: str) -> list[str]:
 
 def write(job: Job, folder: str, score: Score, predicted: Predictions | None) -> None:
     """Write each rank's predictions, if the task has classes, and then eval.json. A collective."""
+    from ckpttool.core.files.commit import replacing
     from ckpttool.distributed import collectives
-    from ckpttool.files.commit import replacing
-    from ckpttool.metrics import predictions
+    from ckpttool.metrics import certificate
 
     rank = job.place.rank
     with collectives.fail_together():
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
         if predicted is not None:
             path = os.path.join(folder, f"rank{rank}.safetensors")
-            predictions.write(path, predicted, score.evaluation, rank, force=job.config.scoring.force)
+            certificate.write(path, predicted, score.evaluation, rank, force=job.config.scoring.force)
     with collectives.fail_together():
         if rank == 0:
             statement = {"checkpoint": job.config.scoring.checkpoint, **score.statement()}

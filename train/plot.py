@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 # The packages of this clone, whichever other one is installed; afterwards the user's modules come first.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
-from ckpttool.analysis import run_log
+from ckpttool.core.files.commit import naming
+from ckpttool.core.formats.output import OutputPlace
+from ckpttool.core.words import counted
 from ckpttool.errors import CkptToolError, UsageFault, install
-from ckpttool.files.failures import naming
-from ckpttool.formats.output import OutputPlace
-from ckpttool.words import counted
+from ckpttool.inspecting import run_log
 from train import console
 from train.config.flags import Parser
 from train.launch import program

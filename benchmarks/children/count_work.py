@@ -12,7 +12,7 @@ import tracemalloc
 from contextlib import redirect_stdout
 from io import StringIO
 
-from ckpttool import cli
+from ckpttool.core import cli
 
 
 def moved() -> dict[str, int]:

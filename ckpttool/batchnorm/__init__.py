@@ -15,24 +15,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy import attributes
+from ..core.lazy import attributes
 
 if TYPE_CHECKING:
-    from .convert_modules import kinds_of as kinds_of
-    from .convert_modules import to_plain as to_plain
-    from .convert_modules import to_sync as to_sync
-    from .pooling import Pooled as Pooled
-    from .pooling import pool as pool
+    from .pool_files import Pooled as Pooled
+    from .pool_files import pool as pool
     from .running_statistics import RunningStatistics as RunningStatistics
     from .running_statistics import pool_over_ranks as pool_over_ranks
     from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+    from .sync_batchnorm import kinds_of as kinds_of
+    from .sync_batchnorm import to_plain as to_plain
+    from .sync_batchnorm import to_sync as to_sync
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "convert_modules": "kinds_of to_plain to_sync",
-            "pooling": "Pooled pool",
+            "sync_batchnorm": "kinds_of to_plain to_sync SyncBatchNorm",
+            "pool_files": "Pooled pool",
             "running_statistics": "RunningStatistics pool_over_ranks",
-            "sync_batchnorm": "SyncBatchNorm",
         },
     )

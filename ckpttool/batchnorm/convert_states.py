@@ -15,16 +15,14 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.module_kinds import kinds_in, with_kinds
-from ..checkpoint.state import State
-from ..checkpoint.states import COUNTER, MEAN, VARIANCE
+from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.module_tree import kinds_in, with_kinds
+from ..core.checkpoint.prefixes import WRAPPERS
+from ..core.checkpoint.state import COUNTER, MEAN, VARIANCE, State
+from ..core.inert_pickle.values import OrderedDict_, remade, tensor_of
+from ..core.tensors.cast import FLOATS
+from ..core.tensors.ref import DTYPES, Computed, Storage, TensorRef
 from ..errors import NothingToDo, Refused, UsageFault
-from ..inert_pickle.values import OrderedDict_, remade, tensor_of
-from ..tensors.cast import FLOATS
-from ..tensors.dtypes import DTYPES
-from ..tensors.ref import Computed, Storage, TensorRef
-from ..transforms.wrappers import WRAPPERS
 
 WITHOUT_STATISTICS = {"weight", "bias"}  # the keys of a layer with `track_running_stats=False`
 OF_BATCHNORM = {*WITHOUT_STATISTICS, MEAN, VARIANCE, COUNTER}

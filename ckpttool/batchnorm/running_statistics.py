@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..distributed import collectives
-from .pooling import pool
+from .pool_files import pool
 from .sync_batchnorm import SyncBatchNorm, combine, moments, update_running
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

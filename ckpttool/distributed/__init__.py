@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy import attributes
+from ..core.lazy import attributes
 
 if TYPE_CHECKING:
     from . import gather_rows as gather_rows
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .collectives import broadcast as broadcast
     from .collectives import broadcast_into as broadcast_into
     from .collectives import compare as compare
+    from .collectives import digest as digest
+    from .collectives import digest_all as digest_all
     from .collectives import fail_together as fail_together
     from .collectives import from_rank_zero as from_rank_zero
     from .collectives import gather as gather
@@ -35,36 +37,34 @@ if TYPE_CHECKING:
     from .collectives import report_once as report_once
     from .collectives import total as total
     from .collectives import world_size as world_size
-    from .digests import digest as digest
-    from .digests import digest_all as digest_all
-    from .divided import whole as whole
-    from .dummy_pass import leaving_no_trace as leaving_no_trace
-    from .dummy_pass import run_dummy_pass as run_dummy_pass
-    from .dummy_pass import settle_buckets as settle_buckets
     from .group import Place as Place
     from .group import find_place as find_place
     from .group import process_group as process_group
     from .heartbeat import watch as watch
     from .plan import Plan as Plan
-    from .randomness import Keyed as Keyed
     from .sampler import ExactBatchSampler as ExactBatchSampler
+    from .sampler import Keyed as Keyed
     from .sampler import distribute as distribute
+    from .transport import whole as whole
     from .uneven import Uneven as Uneven
     from .uneven import global_mean_loss as global_mean_loss
+    from .uneven import leaving_no_trace as leaving_no_trace
+    from .uneven import run_dummy_pass as run_dummy_pass
+    from .uneven import settle_buckets as settle_buckets
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
             "": "gather_rows randomness",
-            "collectives": "RankFailed RankLost agree broadcast broadcast_into compare digest digest_all "
-            "fail_together from_rank_zero gather rank report_once total world_size",
-            "divided": "whole",
+            "collectives": (
+                "RankFailed RankLost agree broadcast broadcast_into compare digest digest_all "
+                "fail_together from_rank_zero gather rank report_once total world_size"
+            ),
+            "transport": "whole",
             "group": "Place find_place process_group",
             "heartbeat": "watch",
             "plan": "Plan",
-            "randomness": "Keyed",
-            "sampler": "ExactBatchSampler distribute",
-            "dummy_pass": "leaving_no_trace run_dummy_pass settle_buckets",
-            "uneven": "Uneven global_mean_loss",
+            "sampler": "Keyed ExactBatchSampler distribute",
+            "uneven": "leaving_no_trace run_dummy_pass settle_buckets Uneven global_mean_loss",
         },
     )

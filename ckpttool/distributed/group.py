@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..core.words import counted
 from ..errors import CheckFailed, RanksDiffer, UsageFault
-from ..words import counted
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from . import hangs, processes
+from . import hangs, observer
 from .hangs import Beat, Seen, Verdict
 from .observer import ASKED, Observer, Watch
 
@@ -60,9 +60,9 @@ class Pulse:
         self.rank, self.size = collectives.rank(), collectives.world_size()
         self.over, self.speaks = threading.Event(), threading.Lock()
         self.own = Observer(watched, self.interval, self.over)
-        self.memory_kills = processes.memory_kills()
-        about: dict[str, Any] = {"host": socket.gethostname(), "machine": processes.machine()}
-        about |= {"pid": os.getpid(), "began": processes.began(os.getpid()), "dump": self.own.dump}
+        self.memory_kills = observer.memory_kills()
+        about: dict[str, Any] = {"host": socket.gethostname(), "machine": observer.machine()}
+        about |= {"pid": os.getpid(), "began": observer.began(os.getpid()), "dump": self.own.dump}
         met = collectives.gather((uuid.uuid4().hex, about))
         self.about = [about for _, about in met]
         # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.
@@ -166,7 +166,7 @@ class Pulse:
         about = self.about[rank]
         if not about["machine"] or about["machine"] != self.about[self.rank]["machine"]:
             return None
-        return processes.state(about["pid"], about["began"])
+        return observer.state(about["pid"], about["began"])
 
     # ---- judging -----------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Pulse:
         lines = list(verdict.lines)
         if verdict.kind == "told":
             self.watched.excuse()
-        if verdict.kind == "gone" and processes.memory_kills() > self.memory_kills:
+        if verdict.kind == "gone" and observer.memory_kills() > self.memory_kills:
             lines.append("meanwhile the kernel killed a process on this machine, as memory ran out")
         return lines
 

@@ -1,17 +1,97 @@
-"""Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports torch.
-
-Every function that sends is a collective. Without a process group there is one rank, and nothing is sent.
-"""
+"""Tensors in nested batches: tuples, lists, mappings and dataclasses of them. Imports torch."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import io
 import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+PLAIN = {bool, int, float, str, type(None)}
+"""Types that hold no tensors; the state of a random generator is 625 integers."""
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, in order."""
+    return found(value, torch.Tensor)
+
+
+def found(value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
+    """Yield what is of these kinds in a value, in order."""
+    if isinstance(value, kinds):
+        yield value
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = (getattr(value, field.name) for field in dataclasses.fields(value))
+    for item in items:
+        if type(item) not in PLAIN:
+            yield from found(item, kinds)
+
+
+def mapped(
+    value: Any,
+    change: Callable[[Any], Any],
+    movable: Callable[[Any], Any] | None = None,
+    kinds: type | tuple[type, ...] = torch.Tensor,
+) -> Any:
+    """Return a value with each tensor replaced by what `change` returns; containers keep their types.
+
+    Anything else that has a method `to` is replaced, as a whole, by what `movable` returns, if that is given.
+
+    Args:
+        kinds: the types of what is replaced, if not tensors alone.
+    """
+    if isinstance(value, kinds):
+        return change(value)
+    if movable is not None and callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return movable(value)
+    if isinstance(value, Mapping):
+        return _like(value, {key: mapped(item, change, movable, kinds) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        items = [mapped(item, change, movable, kinds) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        parts = {name: mapped(getattr(value, name), change, movable, kinds) for name in names}
+        return dataclasses.replace(value, **parts)
+    return value
+
+
+def moved(batch: Any, device: torch.device | str) -> Any:
+    """Return a batch with its tensors on a device, copied without waiting where memory is pinned.
+
+    What else has a method `to`, such as torch's PackedSequence or a batch of graphs, moves itself.
+    """
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda own: own.to(device))
+
+
+def _like(mapping: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    """Return a dict as a mapping's own type if that can be made from one, as transformers' outputs can."""
+    if type(mapping) is dict:
+        return made
+    try:
+        return type(mapping)(made)  # type: ignore[call-arg]
+    except TypeError:
+        return made
+
+
+# ---- Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports
+# torch.
+#
+# Every function that sends is a collective. Without a process group there is one rank, and nothing is
+# sent.
 
 
 def rank() -> int:
@@ -138,3 +218,61 @@ class ReceivingTensors(pickle.Unpickler):
 
     def persistent_load(self, described: Any) -> torch.Tensor:
         return receive_tensor(*described)
+
+
+# ---- Tensors of which each rank has a part, as of FSDP2: put together, and divided again. Imports torch.
+
+
+def whole(state: Any) -> Any:
+    """Return a copy of a state on the CPU of rank 0, in which divided tensors are whole. A collective.
+
+    The other ranks get copies of what is not divided, and lack the rest. One tensor at a time is sent, to all
+    ranks. A tensor with two names stays one.
+
+    Args:
+        state: dicts, lists and tuples of tensors and plain values, with divided ones as values of dicts.
+    """
+    copies: dict[int, torch.Tensor | None] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = _whole(value)
+            return copies[id(value)]
+        if isinstance(value, dict):
+            made = copy.copy(
+                value
+            )  # of its own kind, with the versions that a module's state has as `_metadata`
+            made.clear()
+            made.update((key, of(item)) for key, item in value.items())
+            for key in [key for key, item in value.items() if made[key] is None and item is not None]:
+                del made[key]
+            return made
+        return type(value)(map(of, value)) if isinstance(value, list | tuple) else value
+
+    return of(state)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True)
+    moved = tensor.to(device())  # NCCL sends from a GPU
+    together: torch.Tensor = moved.full_tensor()  # type: ignore[attr-defined]
+    return together.to("cpu", copy=True) if rank() == 0 else None
+
+
+def holds_parts(value: Any) -> bool:
+    """Return whether a value is a divided tensor, or has some in it."""
+    return any(True for _ in found(value, DTensor))
+
+
+def part_like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, divided as `own` is. Sends nothing: all have the whole.
+
+    It is the tensor itself if `own` is not divided, or has another shape.
+    """
+    if isinstance(tensor, DTensor) or not isinstance(own, DTensor) or own.shape != tensor.shape:
+        return tensor
+    # Without the copy the part would keep the memory of the whole.
+    return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None).clone()

@@ -14,37 +14,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy import attributes
+from ..core.lazy import attributes
 
 if TYPE_CHECKING:
     from .base import Metric as Metric
     from .base import gather as gather
     from .base import reduce as reduce
-    from .classification import Accuracy as Accuracy
-    from .classification import ClassScore as ClassScore
-    from .classification import ConfusionMatrix as ConfusionMatrix
-    from .classification import Count as Count
-    from .classification import PerClass as PerClass
-    from .classification import TopK as TopK
     from .evaluating import evaluate as evaluate
     from .evaluating import evaluate_classes as evaluate_classes
     from .scores import AUROC as AUROC
     from .scores import R2 as R2
+    from .scores import Accuracy as Accuracy
     from .scores import CalibrationError as CalibrationError
+    from .scores import ClassScore as ClassScore
+    from .scores import ConfusionMatrix as ConfusionMatrix
+    from .scores import Count as Count
     from .scores import Loss as Loss
     from .scores import MeanAbsoluteError as MeanAbsoluteError
     from .scores import MeanSquaredError as MeanSquaredError
     from .scores import MeanVariance as MeanVariance
     from .scores import Moments as Moments
+    from .scores import PerClass as PerClass
     from .scores import Perplexity as Perplexity
+    from .scores import TopK as TopK
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
             "base": "Metric gather reduce",
-            "classification": "Accuracy ClassScore ConfusionMatrix Count PerClass TopK",
+            "scores": (
+                "Accuracy ClassScore ConfusionMatrix Count PerClass TopK AUROC CalibrationError "
+                "Loss MeanAbsoluteError MeanSquaredError MeanVariance Moments Perplexity R2"
+            ),
             "evaluating": "evaluate evaluate_classes",
-            "scores": "AUROC CalibrationError Loss MeanAbsoluteError MeanSquaredError MeanVariance Moments "
-            "Perplexity R2",
         },
     )

@@ -23,16 +23,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ..distributed import collectives, heartbeat, nested
-from ..distributed.dummy_pass import modes_kept
-from ..distributed.exactly_once import index_digest
-from ..distributed.gather_rows import gather
+from ..distributed import collectives, heartbeat, transport
+from ..distributed.gather_rows import gather, index_digest
 from ..distributed.plan import evaluation_batches
+from ..distributed.uneven import modes_kept
 from ..errors import CheckFailed
-from .base import Measure, measures, reduce, update
-from .certificate import Certificate, LossCertificate, certify
-from .exact_sum import ExactSum
-from .predictions import COLUMNS, Evaluation, Predictions
+from .base import ExactSum, Measure, measures, reduce, update
+from .certificate import COLUMNS, Certificate, Evaluation, LossCertificate, Predictions, certify
 
 T = TypeVar("T")
 
@@ -209,7 +206,7 @@ class Evaluator:
         about: Evaluation | None = None,
         check: Callable[[Any, Sequence[int]], None] | None = None,
         forward: Forward = _forward,
-        move: Callable[[Any, torch.device], Any] = nested.moved,
+        move: Callable[[Any, torch.device], Any] = transport.moved,
     ) -> LossCertificate:
         """Sum the losses of all samples and compute metrics, over all ranks. A collective."""
         metrics = {name: measure.make() for name, measure in measured.items()}
@@ -257,7 +254,7 @@ class Evaluator:
         *,
         check: Callable[[Any, Sequence[int]], None] | None,
         forward: Forward,
-        move: Callable[[Any, torch.device], Any] = nested.moved,
+        move: Callable[[Any, torch.device], Any] = transport.moved,
     ) -> list[T]:
         """Return what `score` returns for each of this rank's batches. A collective in each batch."""
         scored: list[T] = []

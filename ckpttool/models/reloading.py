@@ -12,23 +12,21 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.special_tensors import require_plain
-from ..checkpoint.state import State
-from ..contract import noted
+from ..conforming.modules import Blueprint
+from ..core.checkpoint.selection import Parameters, with_names
+from ..core.checkpoint.special_tensors import require_plain
+from ..core.checkpoint.state import State
+from ..core.formats.reading import File, opened
+from ..core.inert_pickle.values import is_plain
+from ..core.tensors.ref import DTYPES, TensorRef
+from ..core.tensors.to_torch import live_tensors
+from ..core.words import noted
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
-from ..formats.reading import File, opened
-from ..inert_pickle.values import is_plain
-from ..tensors.dtypes import DTYPES
-from ..tensors.ref import TensorRef
-from ..tensors.to_torch import live_tensors
-from ..transforms.ema_names import Parameters, with_names
-from .diagnosis import Diagnosis
-from .diagnosis.fit import Blueprint, Case, compare
-from .diagnosis.script_lines import command_line
-from .diagnosis.treatment import as_reloaded
-from .diagnosis.value_remedies import tied_apart
-from .doctor import doctor, require_module, resized
-from .skeleton import accepts, with_versions
+from .factory import accepts, with_versions
+from .fit import Case, command_line, compare
+from .remedies import tied_apart
+from .report import Diagnosis
+from .treatment import as_reloaded, doctor, require_module, resized
 
 if TYPE_CHECKING:
     import torch

@@ -1,1 +1,1 @@
-"""The record of a training run, and its replay: whether both hold."""
+"""The record of a training run, and its replay: whether both hold"""

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..analysis.verify import verify
+from ..core.files import digest
+from ..core.files.digest import Link
+from ..core.formats.reading import opened
+from ..core.tensors.ref import TensorRef
+from ..core.tensors.values import stream
 from ..errors import CkptToolError, Damaged
-from ..files import chain
-from ..files.chain import Link
-from ..formats.reading import opened
-from ..tensors.ref import TensorRef
-from ..tensors.values import stream
+from ..verifying.verify import verify
 from .replay import Replay, RunRecord, differing, planned
 
 # The names that the trainer gives, and no others: `step-7.pt` is a user's.
@@ -116,8 +116,8 @@ def prove(
         True
     """
     folder = os.fspath(run)
-    path = os.path.join(folder, chain.NAME)
-    links, breaks = chain.read(path)
+    path = os.path.join(folder, digest.NAME)
+    links, breaks = digest.read(path)
     if not any(link.entry.get("kind") == "begin" for link in links):
         raise Damaged(path, "is no record of a run")
     _require_entries(path, links)
@@ -184,7 +184,7 @@ def _notes(record: RunRecord) -> Iterator[str]:
         yield "the record has no end: the run was interrupted or goes on, or the end was removed"
 
 
-def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator[str]:
+def _absent(links: list[digest.Link], checkpoints: Mapping[str, int]) -> Iterator[str]:
     """Yield which of the checkpoints that the chain records are not in the folder."""
     steps = [link.entry["step"] for link in links if link.entry.get("kind") == "checkpoint"]
     if steps and not checkpoints:
@@ -234,7 +234,7 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | ProofF
         message = f"is of step {step}, not the one in its name"
     elif model != digests["model"]:
         message = f"the model's values are not those that step {step} saved"
-    elif head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:
+    elif head is not None and head not in {digest.FIRST, *(link.hash for link in links)}:
         message = f"was saved with another chain: no line has the hash {head[:16]}… that it holds"
     return ProofFinding("checkpoint", name, message, step) if message else int(step)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from ..core.files import digest
+from ..core.files.digest import Link
 from ..errors import UsageFault
-from ..files import chain
-from ..files.chain import Link
 
 # What the trainer knows by name, without code of the user's
 DATA = r"digits|cifar10|mnist|folder:.*|fake:\d+|tokens:.*|wds:.*|hf:.*"
@@ -228,7 +228,7 @@ def differing(plan: ReplayPlan, record: RunRecord, progress: Callable[[int, int]
             stderr.seek(0)
             if code:  # its own error says why, such as samples that have changed
                 return Divergence(start, f"the replay ended with exit code {code}: {_said(stderr.read())}")
-        again = RunRecord(chain.read(os.path.join(path, chain.NAME))[0])
+        again = RunRecord(digest.read(os.path.join(path, digest.NAME))[0])
     return min(_differences(record, again, start), key=lambda part: part.step, default=None)
 
 
@@ -240,7 +240,7 @@ def _run(command: list[str], begin: Entry, stderr: TextIO, path: str, progress: 
         while trainer.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 trainer.wait(POLL)
-            progress(_step_reached(os.path.join(path, chain.NAME)))
+            progress(_step_reached(os.path.join(path, digest.NAME)))
     except BaseException:
         trainer.terminate()  # it removes what it has half written
         trainer.wait()

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from ..analysis.compare import both_states
-from ..analysis.comparison import Change, Comparison
-from ..analysis.diff_rows import detailed
-from ..analysis.facts import facts_of, value_in_words
-from ..analysis.summary import Summary
-from ..analysis.tables import CheckpointRow, Stats, TensorRow, tensor_rows
-from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.module_tree import shape_in_words
-from ..words import printable
+from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.module_tree import shape_in_words
+from ..core.words import printable
+from ..diffing.compare import both_states
+from ..diffing.compare_values import Change, Comparison
+from ..diffing.rows import detailed
+from ..inspecting.summary import Summary, facts_of, value_in_words
+from ..inspecting.tables import CheckpointRow, Stats, TensorRow, tensor_rows
 
 LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # the heights of bars, of which 0 is that of nothing
 EXACT = 2**53  # integers up to which a script's numbers are exact

@@ -20,19 +20,18 @@ from string import Template
 from typing import Any
 
 from .. import __version__
-from ..analysis.compare import diff
-from ..analysis.comparison import Comparison
-from ..analysis.summary import summarize
-from ..analysis.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
-from ..checkpoint.checkpoint import Checkpoint
-from ..contract import finite
+from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.files.commit import naming
+from ..core.files.threads import Progress
+from ..core.formats.output import OutputPlace
+from ..core.formats.reading import File
+from ..core.formats.reading import open as open_checkpoint
+from ..core.words import finite, printable
+from ..diffing.compare import diff
+from ..diffing.compare_values import Comparison
 from ..errors import SeveralCheckpoints, Unreadable, UsageFault
-from ..files.failures import naming
-from ..files.pieces import Progress
-from ..formats.output import OutputPlace
-from ..formats.reading import File
-from ..formats.reading import open as open_checkpoint
-from ..words import printable
+from ..inspecting.summary import summarize
+from ..inspecting.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
 from .contents import checkpoint_row, contents, difference
 from .training import evaluation, evaluations_in, is_run, training
 

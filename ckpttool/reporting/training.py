@@ -8,15 +8,15 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.run_log import LOG, Points, panels, read_runs, title
+from ..core.files.commit import reason
+from ..core.formats.roots import STATEMENT
+from ..core.lazy import np
+from ..core.words import counted, printable
 from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
-from ..files.failures import reason
-from ..formats.roots import STATEMENT
-from ..lazy import np
-from ..words import counted, printable
+from ..inspecting.run_log import LOG, Points, panels, read_runs, title
 
 if TYPE_CHECKING:
-    from ..metrics.predictions import PredictionFile
+    from ..metrics.certificate import PredictionFile
 
 LONGEST = 64 << 20  # bytes of a statement that are read
 MAX_POINTS = 1200  # of a curve: more than a screen has columns
@@ -122,8 +122,7 @@ def _of_class(row: Any) -> list[Any]:
 
 def _recomputed(paths: Sequence[str], stated: dict[str, Any]) -> dict[str, Any]:
     """Return the certificate that prediction files give, beside what is stated, and their confusions."""
-    from ..metrics.certificate import recompute
-    from ..metrics.predictions import read
+    from ..metrics.certificate import read, recompute
 
     try:
         files = [*map(read, paths)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..arrays import reading
+from ..core.formats import safetensors
+from ..core.formats.cursor import Cursor
+from ..core.formats.pytorch import tar
+from ..core.formats.pytorch.zip_entries import read_directory, require_known_method
+from ..core.formats.pytorch.zip_writer import STORED
+from ..core.formats.strangers import known
+from ..core.inert_pickle.values import Global, walk
+from ..core.tensors.ref import ByteRange, Source
 from ..errors import CkptToolError, Damaged, Unsupported
-from ..formats import numpy_files, safetensors
-from ..formats.cursor import Cursor
-from ..formats.pytorch import tar
-from ..formats.pytorch.inflating import require_known_method
-from ..formats.pytorch.zip_reader import read_directory
-from ..formats.pytorch.zip_writer import STORED
-from ..formats.strangers import known
-from ..inert_pickle.values import Global, walk
-from ..tensors.source import ByteRange, Source
 from . import pickles, unpacking
 from .verdicts import ScanProblem
 
@@ -83,7 +83,7 @@ class Contents:
             self._zips(part)
         elif tar.sniff(head) or tar.is_header(head):
             self._tar(part)
-        elif head.startswith(numpy_files.MAGIC):
+        elif head.startswith(reading.MAGIC):
             self._array(part)
         elif stream := unpacking.stream_of(head):
             self._unpack(part, *stream)
@@ -196,9 +196,9 @@ class Contents:
     def _array(self, part: FilePart) -> None:
         """Read the pickle behind the header of an array of objects; other arrays hold numbers and text."""
         cursor = Cursor(part.place, window=1 << 10)
-        array = numpy_files.header(cursor, "array")
+        array = reading.header(cursor, "array")
         if array.dtype is None:
-            is_named = array.other == numpy_files.OTHERS["O"]
+            is_named = array.other == reading.OTHERS["O"]
             self._pickles(FilePart(cursor.place(cursor.left), part.where, part.is_sure), is_named=is_named)
 
     def _unpack(
@@ -218,9 +218,5 @@ def _bytes_in(values: list[object]) -> Iterator[bytes]:
         if isinstance(value, bytes | bytearray) and len(value) > 2:
             head = bytes(value[:HEAD])
             is_stream = unpacking.stream_of(head) is not None
-            if (
-                pickles.is_pickle(head)
-                or is_stream
-                or head.startswith((*unpacking.BEGINS, numpy_files.MAGIC))
-            ):
+            if pickles.is_pickle(head) or is_stream or head.startswith((*unpacking.BEGINS, reading.MAGIC)):
                 yield bytes(value)

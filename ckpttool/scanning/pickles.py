@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..formats.pytorch import legacy
-from ..inert_pickle.known_names import is_dangerous
-from ..inert_pickle.machine import CutShort, Malformed, PickleFault, is_importable
-from ..inert_pickle.numpy_values import DTYPE
-from ..inert_pickle.reader import Pickle, read_pickle
-from ..inert_pickle.values import Global, Record, walk
-from ..tensors.dtypes import STORAGE_DTYPES
-from ..tensors.ref import extent, is_count
-from ..tensors.source import ByteRange
+from ..core.formats.pytorch import legacy
+from ..core.inert_pickle.known_names import is_dangerous
+from ..core.inert_pickle.machine import CutShort, Malformed, PickleFault, is_importable
+from ..core.inert_pickle.plain_objects import DTYPE
+from ..core.inert_pickle.reader import Pickle, read_pickle
+from ..core.inert_pickle.values import Global, Record, walk
+from ..core.tensors.ref import STORAGE_DTYPES, ByteRange, extent, is_count
 
 PROTO, NEWEST = b"\x80", 5  # the first byte of a pickle since protocol 2, and the largest that may follow
 MAX_PICKLE = 512 << 20  # bytes of one pickle, which are read at once

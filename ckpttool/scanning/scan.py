@@ -6,12 +6,11 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from ..core.files.commit import reason
+from ..core.remote.places import MOST_NAMES, folders_in, is_folder, listed, open_source_at, visit
+from ..core.remote.urls import canonical, is_url
+from ..core.tensors.ref import ByteRange
 from ..errors import CkptToolError
-from ..files.failures import reason
-from ..remote.places import MOST_NAMES, folders_in, is_folder, listed, open_source_at
-from ..remote.urls import canonical, is_url
-from ..remote.visit import visit
-from ..tensors.source import ByteRange
 from .contents import Contents, FilePart
 from .verdicts import Scanned, unreadable
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..core.files.commit import Spool
+from ..core.formats.pytorch.zip_entries import LOCAL_HEADER
+from ..core.formats.pytorch.zip_writer import END64, END_OF_ZIP, FULL16, LOCATOR64, Signature
+from ..core.tensors.ref import ByteRange, Source
 from ..errors import Damaged, Refused
-from ..files.spool import Spool
-from ..formats.pytorch.zip_headers import LOCAL_HEADER
-from ..formats.pytorch.zip_writer import END, END64, FULL16, LOCATOR64, Signature
-from ..tensors.source import ByteRange, Source
 
 CHUNK = 1 << 20
 MAX_LZMA = 256 << 20  # bytes of memory that a stream of lzma may ask for
@@ -152,10 +152,10 @@ def in_a_row(place: ByteRange) -> Iterator[ByteRange]:
 
 def ends_as_zip(place: ByteRange) -> bool:
     """Return whether Python's zipfile finds a zip at the end of what begins as something else."""
-    size = min(place.nbytes, END.size + FULL16)
+    size = min(place.nbytes, END_OF_ZIP.size + FULL16)
     tail = place.part(place.nbytes - size, size).read()
     at = tail.rfind(LAST)
-    return 0 <= at <= len(tail) - END.size
+    return 0 <= at <= len(tail) - END_OF_ZIP.size
 
 
 def pieces(place: ByteRange) -> Iterator[LooseRecord]:
@@ -175,16 +175,16 @@ def pieces(place: ByteRange) -> Iterator[LooseRecord]:
 def _ends(place: ByteRange, start: int) -> Iterator[int]:
     """Yield where a zip ends that begins at `start`, by a directory that lies right before; 0 for no such."""
     for at in _found(place, start, (LAST,)):
-        if at + END.size > place.nbytes:
+        if at + END_OF_ZIP.size > place.nbytes:
             return
-        *_, size, offset, comment = END.unpack(place.part(at, END.size).read())
+        *_, size, offset, comment = END_OF_ZIP.unpack(place.part(at, END_OF_ZIP.size).read())
         wide = at - LOCATOR64.size
         if wide >= start and place.part(wide, 4).read() == LOCATOR:
             _, _, position, _ = LOCATOR64.unpack(place.part(wide, LOCATOR64.size).read())
             is_end = start + position + END64.size == wide
         else:
             is_end = start + offset + size == at
-        end = at + END.size + comment
+        end = at + END_OF_ZIP.size + comment
         yield end if is_end and end <= place.nbytes else 0
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
-from ..inert_pickle.known_names import is_dangerous, names_that_run
-from ..inert_pickle.values import Global
+from ..core.inert_pickle.known_names import is_dangerous, names_that_run
+from ..core.inert_pickle.values import Global
 
 DANGEROUS, UNKNOWN, UNREADABLE, SAFE = VERDICTS = ("dangerous", "unknown", "unreadable", "safe")
 

@@ -20,16 +20,14 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis import compare_values
-from ckpttool.analysis.compare import diff
-from ckpttool.analysis.compare_values import Norms
-from ckpttool.analysis.comparison import Change
-from ckpttool.analysis.distances import Distance, measurer
-from ckpttool.analysis.equality import Tolerance
-from ckpttool.analysis.histogram import FINE, Histogram
-from ckpttool.analysis.verify import verify
-from ckpttool.files import threads
-from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.core.files import threads
+from ckpttool.core.tensors.ref import DTYPES
+from ckpttool.diffing import compare_values
+from ckpttool.diffing.compare import diff
+from ckpttool.diffing.compare_values import Change, Norms
+from ckpttool.diffing.distances import Distance, Tolerance, measurer
+from ckpttool.inspecting.tables import FINE, Histogram
+from ckpttool.verifying.verify import verify
 from tests.support import comparing
 from tests.support import every_format as table
 from tests.support.comparing import compared, opened, saved

@@ -19,12 +19,11 @@ from safetensors.torch import save_file
 from torch.optim import lr_scheduler
 
 import ckpttool
-from ckpttool.analysis.facts import value_in_words
-from ckpttool.analysis.other_contents import OtherRow, describe_optimizer, describe_scheduler, in_words
-from ckpttool.analysis.summary import Summary, summarize
-from ckpttool.analysis.tables import Stats, TensorRow, measure, tensor_rows
+from ckpttool.core.checkpoint.optimizer_names import to_names
 from ckpttool.errors import CkptToolError, NoState, Unreadable, UsageFault
-from ckpttool.transforms.optimizer.rekey import to_names
+from ckpttool.inspecting.other_contents import OtherRow, describe_optimizer, describe_scheduler, in_words
+from ckpttool.inspecting.summary import Summary, summarize, value_in_words
+from ckpttool.inspecting.tables import Stats, TensorRow, measure, tensor_rows
 from tests.support.comparing import opened
 from tests.support.crafting import attacks_of, call, dict_of, list_of, name, storage, tensor, text, torch_zip
 from tests.support.running import open_files, within

@@ -21,11 +21,11 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis.verify import Verified, verify
-from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.formats.pytorch.zip_entries import read_directory
 from ckpttool.errors import CkptToolError, Damaged, NoState, Refused
-from ckpttool.formats.pytorch.zip_reader import read_directory
 from ckpttool.proving import replay
+from ckpttool.verifying.verify import Verified, verify
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.run_log import BEGIN, STEP, record
 from tests.support.running import Cli
@@ -262,7 +262,7 @@ def test_a_tensor_of_two_names_is_read_once_and_named_twice(tmp_path: Path) -> N
 def test_an_overlapping_view_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     checkpoint = opened({"w": torch.as_strided(ODD, (3, 3), (1, 1))}, tmp_path)
     assert verify(checkpoint).non_finite.keys() == {"w"}
-    monkeypatch.setattr(importlib.import_module("ckpttool.analysis.verify"), "MAX_REPEATED", 1)
+    monkeypatch.setattr(importlib.import_module("ckpttool.verifying.verify"), "MAX_REPEATED", 1)
     with pytest.raises(Refused, match="'w' is a view that expands"):
         verify(checkpoint)
 

@@ -17,8 +17,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool import batchnorm
-from ckpttool.batchnorm.pool_files import PoolReport, pool_states
-from ckpttool.batchnorm.pooling import pool
+from ckpttool.batchnorm.pool_files import PoolReport, pool, pool_states
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 
 

@@ -13,10 +13,10 @@ import torch
 from pytest import MonkeyPatch
 
 import ckpttool
-from ckpttool.checkpoint.checksums import Checksums
+from ckpttool.core.checkpoint.checksums import Checksums
+from ckpttool.core.checkpoint.keys import strip_prefix
+from ckpttool.core.tensors.values import stream
 from ckpttool.errors import Damaged
-from ckpttool.tensors.values import stream
-from ckpttool.transforms.keys import strip_prefix
 from tests.support.comparing import saved
 from tests.support.running import Cli
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import ckpttool
-from ckpttool.analysis.summary import summarize
-from ckpttool.checkpoint.flat_optimizers import flattened, is_flat, nested
+from ckpttool.core.checkpoint.optimizer_names import rekeyed, to_indices, to_names
+from ckpttool.core.checkpoint.optimizer_view import flattened, is_flat, nested
 from ckpttool.errors import Refused
-from ckpttool.transforms.optimizer.rekey import rekeyed, to_indices, to_names
+from ckpttool.inspecting.summary import summarize
 from tests.support.comparing import assert_same
 from tests.support.running import Cli, within
 

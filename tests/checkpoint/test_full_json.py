@@ -30,9 +30,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.checkpoint import full_encoding, full_json
+from ckpttool.core.checkpoint import full
+from ckpttool.core.inert_pickle.values import MAX_DEPTH, Global, Record, TooDeep
 from ckpttool.errors import CkptToolError, Damaged, Refused
-from ckpttool.inert_pickle.values import MAX_DEPTH, Global, Record, TooDeep
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, torch_zip, tuple_of
 from tests.support.running import ROOT, Cli
@@ -64,7 +64,7 @@ def assert_survives(value: Any, folder: Path) -> None:
 
 def text_of(path: Path) -> Any:
     with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()[full_json.ENTRY])["tree"]
+        return json.loads(file.metadata()[full.ENTRY])["tree"]
 
 
 # Round trips.
@@ -246,7 +246,7 @@ def test_metadata_of_the_header_stays_beside_the_text(tmp_path: Path) -> None:
     flat = there(tmp_path / "in.safetensors")
     assert ckpttool.open(flat).metadata == {"format": "pt", "who": "me"}
     with safe_open(flat, "pt") as file:
-        assert set(file.metadata()) == {"format", "who", full_json.ENTRY}
+        assert set(file.metadata()) == {"format", "who", full.ENTRY}
 
 
 def test_big_endian_checkpoints_come_back_little_endian_with_the_same_values(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_value_that_appears_once_is_plain_json(tmp_path: Path) -> None:
 
 def test_only_values_that_are_referred_to_have_a_number_and_no_empty_tuple() -> None:
     def tree(value: object) -> Any:
-        return json.loads(full_encoding.encode(value).text)["tree"]
+        return json.loads(full.encode(value).text)["tree"]
 
     empty = [(), (), frozenset(), frozenset()]
     assert tree(empty) == ["list", ["tuple"], ["tuple"], ["frozenset"], ["frozenset"]]
@@ -414,13 +414,13 @@ PAGE = (ROOT / "docs" / "full-format.md").read_text()
 
 def test_the_page_names_the_tags_the_options_and_the_fields_of_the_code() -> None:
     rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith('| `["')]
-    assert {tag for row in rows for tag in re.findall(r'`\["(\w+)"', row)} == set(full_json.DECODERS)
+    assert {tag for row in rows for tag in re.findall(r'`\["(\w+)"', row)} == set(full.DECODERS)
     whole = Record("newobj", Global("a", "b"), (), {"k": 1}, "state", True, [1], [(1, 2)])
-    (tag, fields) = json.loads(full_encoding.encode(whole).text)["tree"]
+    (tag, fields) = json.loads(full.encode(whole).text)["tree"]
     assert tag == "record"
     for field in (*fields, "view", "requires_grad", "conj", "neg", "storage"):
         assert f"`{field}`" in PAGE
-    assert f"`{full_json.ENTRY}`" in PAGE and f'"version": {full_encoding.VERSION}' in PAGE
+    assert f"`{full.ENTRY}`" in PAGE and f'"version": {full.VERSION}' in PAGE
 
 
 def test_the_example_of_the_page_is_what_the_code_writes(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_the_example_of_the_page_is_what_the_code_writes(tmp_path: Path) -> None
     model = {"w": (weight := torch.ones(2, 3)), "tied": weight.view(2, 3)}
     value = {"model": model, "epoch": 3, "betas": (0.9, 0.999), "best": math.inf}
     with safe_open(there(saved(value, tmp_path)), "pt") as file:
-        assert json.loads(file.metadata()[full_json.ENTRY]) == json.loads(blocks[-1])
+        assert json.loads(file.metadata()[full.ENTRY]) == json.loads(blocks[-1])
         assert list(file.keys()) == ["model.w"]
 
 
@@ -569,7 +569,7 @@ def test_honest_depth_survives(tmp_path: Path) -> None:
 def test_nesting_deeper_than_can_be_written_is_refused(depth: int) -> None:
     tree = nested(depth)
     with pytest.raises(TooDeep) if depth == MAX_DEPTH else nullcontext():
-        assert full_json.decode({}, full_encoding.encode(tree).text)[0] == tree
+        assert full.decode({}, full.encode(tree).text)[0] == tree
 
 
 def test_nesting_deeper_than_python_can_follow_is_refused(tmp_path: Path) -> None:
@@ -577,10 +577,10 @@ def test_nesting_deeper_than_python_can_follow_is_refused(tmp_path: Path) -> Non
     for _ in range(60):
         tree = Record("reduce", Global("m", "C"), ((tree,),), state={"s": [tree]}, has_state=True)
     try:
-        text = full_encoding.encode(tree).text
+        text = full.encode(tree).text
     except TooDeep:
         return
-    assert full_encoding.encode(full_json.decode({}, text)[0]).text == text
+    assert full.encode(full.decode({}, text)[0]).text == text
 
 
 def test_a_value_that_cannot_be_held_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -602,7 +602,7 @@ def recorded(of: Any = ("global", "a", "b"), args: Any = ("tuple",), how: str = 
 
 def crafted(text: str, folder: Path) -> Path:
     save_file({"w": base, "n": numbered, "odd": torch.ones(3, dtype=torch.uint8)},
-              folder / "lie.safetensors", metadata={full_json.ENTRY: text})  # fmt: skip
+              folder / "lie.safetensors", metadata={full.ENTRY: text})  # fmt: skip
     return folder / "lie.safetensors"
 
 
@@ -702,7 +702,7 @@ LIES: dict[str, str] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_text_that_breaks_a_rule_is_damaged(lie: str, tmp_path: Path) -> None:
-    with pytest.raises(Damaged, match=f"its entry '{full_json.ENTRY}' ") as damage:
+    with pytest.raises(Damaged, match=f"its entry '{full.ENTRY}' ") as damage:
         ckpttool.open(crafted(LIES[lie], tmp_path))
     assert len(damage.value.reason) < 200
     assert "\n" not in damage.value.reason
@@ -751,7 +751,7 @@ def test_any_changed_text_is_read_or_refused(changes: list[tuple[int, int, list[
         except CkptToolError:
             return
         again = ckpttool.open(Path(folder) / "again.safetensors")
-        assert full_encoding.encode(again.tree).text == full_encoding.encode(checkpoint.tree).text
+        assert full.encode(again.tree).text == full.encode(checkpoint.tree).text
 
 
 def test_the_unchanged_text_is_read(tmp_path: Path) -> None:

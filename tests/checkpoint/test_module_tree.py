@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.checkpoint import module_tree
-from ckpttool.checkpoint.module_tree import Branch, outline, tensors_in_words
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import Storage, TensorRef
-from ckpttool.tensors.source import ByteRange, Source
+from ckpttool.core.checkpoint import module_tree
+from ckpttool.core.checkpoint.module_tree import Branch, outline, tensors_in_words
+from ckpttool.core.tensors.ref import DTYPES, ByteRange, Source, Storage, TensorRef
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpttool
-from ckpttool.checkpoint.state import State
+from ckpttool.core.checkpoint.state import State
+from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.dcp import writing as dcp
 from ckpttool.errors import CkptToolError, Damaged, Refused
-from ckpttool.formats.dcp import writing as dcp
-from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, opened, saved, values
 from tests.support.crafting import dict_of, name, storage, tensor, torch_zip, tuple_of
 from tests.support.running import Cli

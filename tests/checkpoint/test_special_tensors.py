@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.analysis.compare import diff
-from ckpttool.analysis.summary import summarize
-from ckpttool.analysis.tables import tensor_rows
-from ckpttool.analysis.verify import verify
-from ckpttool.checkpoint.rebuilt_tensors import special_tensor
+from ckpttool.averaging.average import average
+from ckpttool.core.checkpoint.selection import cast, select, slim
+from ckpttool.core.checkpoint.special_tensors import special_tensor
+from ckpttool.core.inert_pickle.values import Global, Record
+from ckpttool.core.tensors.ref import DTYPES
+from ckpttool.diffing.compare import diff
 from ckpttool.errors import CkptToolError, Damaged, Refused
-from ckpttool.inert_pickle.values import Global, Record
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms.average import average
-from ckpttool.transforms.selection import cast, select, slim
+from ckpttool.inspecting.summary import summarize
+from ckpttool.inspecting.tables import tensor_rows
+from ckpttool.verifying.verify import verify
 from tests.ranks.shardings import save_pieces
 from tests.support.comparing import opened, saved
 from tests.support.crafting import call, dict_of, list_of, name, number, storage, text, torch_zip, tuple_of

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.analysis.compare import diff
-from ckpttool.analysis.verify import verify
+from ckpttool.core.checkpoint.selection import cast, select, slim
+from ckpttool.core.tensors.ref import DTYPES
+from ckpttool.diffing.compare import diff
 from ckpttool.errors import Damaged, NoState, Unreadable, Unsupported
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms.selection import cast, select, slim
+from ckpttool.verifying.verify import verify
 from tests.support.comparing import opened
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, text, torch_zip
 from tests.support.running import Cli

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.cli import commits
+from ckpttool.core.cli import commits
 from tests.support.running import ROOT
 from tests.support.scan_corpus import PAYLOAD
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpttool.cli import group, program
-from ckpttool.cli.options import Command
+from ckpttool.core.cli import group, program
+from ckpttool.core.cli.options import Command
 from tests.support.running import ROOT
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

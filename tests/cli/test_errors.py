@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool import cli as command_line
+from ckpttool.core import cli as command_line
 from tests.support.running import Ran
 
 ONE = torch.ones(1)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool import cli as command_line
-from ckpttool.cli import console, group
-from ckpttool.cli.console import MAX_INDENTED, to_json
+from ckpttool.core import cli as command_line
+from ckpttool.core.cli import console, group
+from ckpttool.core.cli.console import MAX_INDENTED, to_json
 from tests.ranks.forked import WarmPython
 from tests.support.comparing import prefixed, saved_predictions
 from tests.support.running import Terminal

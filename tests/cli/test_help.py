@@ -21,12 +21,11 @@ from torch import nn
 
 import ckpttool
 from ckpttool import __version__
-from ckpttool.cli import SECTIONS, group
-from ckpttool.cli.options import FORMATS
-from ckpttool.formats import folders
-from ckpttool.formats.saving import destination
-from ckpttool.tensors import cast
-from ckpttool.transforms.wrappers import WRAPPERS
+from ckpttool.core.checkpoint.prefixes import WRAPPERS
+from ckpttool.core.cli import SECTIONS, group
+from ckpttool.core.cli.options import FORMATS
+from ckpttool.core.formats import destination, folders
+from ckpttool.core.tensors import cast
 from tests.ranks import shardings
 from tests.support import report_files
 from tests.support.comparing import prefixed, saved_predictions

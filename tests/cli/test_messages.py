@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool import errors
-from ckpttool.cli import failure
+from ckpttool.core.cli import failure
 from tests.support.comparing import prefixed
 from tests.support.running import Ran
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.cli import group
+from ckpttool.core.cli import group
 from tests.support.comparing import saved_predictions
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.every_format import INPUTS

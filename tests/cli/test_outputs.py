@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool.cli import group
+from ckpttool.core.cli import group
 from tests.support.comparing import prefixed, saved_predictions
 
 # --shard-size: every command that writes takes it, and the number of shards is printed.

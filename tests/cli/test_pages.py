@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from wcwidth import clip
 
 import ckpttool
-from ckpttool.analysis.summary import summarize
-from ckpttool.analysis.tables import measure, tensor_rows
-from ckpttool.cli.commands.inspect import stats_table, tensor_lines
-from ckpttool.cli.inspect_page import page
-from ckpttool.cli.layout import columns, cut, cut_front, cut_middle, left, right, table, wrapped
+from ckpttool.core.cli.console import columns, cut, cut_front, cut_middle, left, right, table, wrapped
+from ckpttool.inspecting.command import stats_table, tensor_lines
+from ckpttool.inspecting.page import page
+from ckpttool.inspecting.summary import summarize
+from ckpttool.inspecting.tables import measure, tensor_rows
 from tests.support.comparing import opened
 
 # ---- Pages and tables in a terminal: what people look for stands first, is cut in its middle and fits -

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from ckpttool.cli import SECTIONS, group
+from ckpttool.core.cli import SECTIONS, group
 from tests.support.generated_page import generated, regenerate
 from tests.support.running import ROOT
 

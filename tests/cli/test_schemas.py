@@ -14,9 +14,9 @@ import jsonschema_rs
 import pytest
 import torch
 
-from ckpttool.cli import SECTIONS, schemas
-from ckpttool.cli.console import to_json
-from ckpttool.contract import SCHEMA, versioned
+from ckpttool.core.cli import SECTIONS, schemas
+from ckpttool.core.cli.console import to_json
+from ckpttool.core.words import SCHEMA, versioned
 from tests.support import contracts
 
 COMMANDS = {command.name: command for commands in SECTIONS.values() for command in commands}

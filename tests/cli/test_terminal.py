@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.cli.commands.conform import _table
-from ckpttool.cli.commands.scan import _say_unreadable
-from ckpttool.cli.console import say
-from ckpttool.cli.failure import COMMAND, fail
+from ckpttool.conforming.command import _table
+from ckpttool.conforming.conform import conform
+from ckpttool.core.cli.console import say
+from ckpttool.core.cli.failure import COMMAND, fail
 from ckpttool.errors import Damaged
+from ckpttool.scanning.command import _say_unreadable
 from ckpttool.scanning.scan import named_in, scan_each
-from ckpttool.transforms.conforming.conform import conform
 from tests.support.running import Terminal
 
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import ckpttool
-from ckpttool import cli
+from ckpttool.core import cli
 from tests.support.comparing import values
 
 # ---- Random sequences of commands on a checkpoint: after each step the same as a reference in plain torch

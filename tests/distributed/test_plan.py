@@ -15,9 +15,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ckpttool.distributed import shuffle
-from ckpttool.distributed.lazy_order import CHUNK, InOrder, Permuted
-from ckpttool.distributed.plan import ENDLESS, MANY, Plan, check, deal, dealt_sizes, evaluation_batches
+from ckpttool.distributed import plan as shuffle
+from ckpttool.distributed.plan import (
+    CHUNK,
+    ENDLESS,
+    MANY,
+    InOrder,
+    Permuted,
+    Plan,
+    check,
+    deal,
+    dealt_sizes,
+    evaluation_batches,
+)
 from ckpttool.errors import UsageFault
 
 settings = st.builds(

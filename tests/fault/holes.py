@@ -8,8 +8,8 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from ckpttool import system
-from ckpttool.files import temporaries
+from ckpttool.core import system
+from ckpttool.core.files import resuming
 
 
 def remove_fsync() -> None:
@@ -37,7 +37,7 @@ def follow_links() -> None:
     """Follow links when abandoned temporaries are looked for."""
     os.lstat = os.stat
     system.NO_LINK = 0
-    temporaries._is_abandoned = lambda fd, path, boot: True
+    resuming._is_abandoned = lambda fd, path, boot: True
 
 
 def trust_short_writes() -> None:

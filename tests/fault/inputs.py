@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool import cli
-from ckpttool.metrics import predictions
+from ckpttool.core import cli
+from ckpttool.metrics import certificate
 from tests.support.every_format import apart, as_dcp, as_tar, converted
 
 # Elements of the largest tensor: 5 MiB
@@ -88,8 +88,8 @@ def _predictions(rank: int) -> Callable[[Path], None]:
         import numpy as np
 
         index = np.arange(rank, 4000, 2)
-        rows = predictions.Predictions(index, index % 10, index % 9, index / 7.0)
-        predictions.write(path, rows, predictions.Evaluation(2, 4000), rank)
+        rows = certificate.Predictions(index, index % 10, index % 9, index / 7.0)
+        certificate.write(path, rows, certificate.Evaluation(2, 4000), rank)
 
     return write
 

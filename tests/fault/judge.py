@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpttool import cli
+from ckpttool.core import cli
 from tests.fault.scenarios import Scenario, inside
 from tests.fault.supervised import CALLS, KILL, LOOK, SHORT, TERM, Fault, Ran, Seen, run
 from tests.fault.trials import Trial, words_of_errors

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpttool import cli
+from ckpttool.core import cli
 
 
 @dataclass(frozen=True, slots=True)

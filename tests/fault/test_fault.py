@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from ckpttool.cli import group
+from ckpttool.core.cli import group
 from tests.fault import inputs
 from tests.fault.holes import HOLES
 from tests.fault.judge import FLUSHES, RENAMES, WRITES, Bench

@@ -23,9 +23,9 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 
+from ckpttool.core.files import commit, resuming
+from ckpttool.core.files.commit import replacing
 from ckpttool.errors import UsageFault
-from ckpttool.files import commit, temporaries
-from ckpttool.files.commit import replacing
 from tests.support.running import ROOT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
@@ -370,7 +370,7 @@ def test_a_temporary_of_another_machine_is_removed_once_it_was_left_alone_for_a_
         pass
     assert len(os.listdir(tmp_path)) == 3  # the inode of the older one was changed just now
     with MonkeyPatch.context() as patch:
-        patch.setattr(temporaries, "time", later)
+        patch.setattr(resuming, "time", later)
         with replacing(tmp_path / "f"):
             pass
     assert os.listdir(tmp_path) == ["f"]

@@ -24,11 +24,11 @@ import pytest
 from pytest import MonkeyPatch
 
 import ckpttool
+from ckpttool.core.files.commit_folder import replacing_folder
+from ckpttool.core.files.threads import ENDING
+from ckpttool.core.formats import shards as sharded
+from ckpttool.core.system import NO_EXCHANGE
 from ckpttool.errors import Unreadable, UsageFault
-from ckpttool.files.commit_folder import replacing_folder
-from ckpttool.files.threads import ENDING
-from ckpttool.formats import shards as sharded
-from ckpttool.system import NO_EXCHANGE
 from tests.support.crafting import shards_of, values_in
 from tests.support.running import ROOT
 

@@ -16,15 +16,13 @@ from pathlib import Path
 import pytest
 from pytest import MonkeyPatch
 
-from ckpttool import system
+from ckpttool.core import system
+from ckpttool.core.files import copying, threads
+from ckpttool.core.files.commit import open_source_descriptor
+from ckpttool.core.files.copying import DryOutput, Output, settle_together
+from ckpttool.core.files.threads import NAME
+from ckpttool.core.tensors.ref import LARGEST, ByteRange, Computed, Source
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
-from ckpttool.files import copying, pieces, threads
-from ckpttool.files.copying import Output, settle_together
-from ckpttool.files.dry_output import DryOutput
-from ckpttool.files.open_source import open_source_descriptor
-from ckpttool.files.threads import NAME
-from ckpttool.tensors.ref import LARGEST, Computed
-from ckpttool.tensors.source import ByteRange, Source
 
 CONTENT = bytes(i * 7 % 251 for i in range(300_000))
 
@@ -33,7 +31,7 @@ CONTENT = bytes(i * 7 % 251 for i in range(300_000))
 def blocks(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
     """Blocks of many sizes, moved by threads or by none."""
     if request.param != "large blocks":
-        for module in (copying, pieces):
+        for module in (copying, threads):
             monkeypatch.setattr(module, "BUFFER", 10_000)
         monkeypatch.setattr(copying, "SMALL", 5_000)
     count = 1 if request.param == "one core" else 2

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 import ckpttool
-from ckpttool.files import pieces, threads
-from ckpttool.files.digest import Pieces, digest, tensor_digests
-from ckpttool.files.threads import NAME
-from ckpttool.tensors import values as tensor_values
+from ckpttool.core.files import threads
+from ckpttool.core.files.digest import Pieces, digest, tensor_digests
+from ckpttool.core.files.threads import NAME
+from ckpttool.core.tensors import values as tensor_values
 from tests.support.comparing import opened
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.running import ROOT
 
-module = import_module("ckpttool.files.digest")
+module = import_module("ckpttool.core.files.digest")
 PAGE = (ROOT / "docs" / "digest.md").read_text()
 (SNIPPET,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
@@ -92,8 +92,8 @@ def test_a_tensor_of_several_pieces_has_the_digest_of_the_page(tmp_path: Path) -
 @pytest.mark.parametrize("workers", [1, 2, 8])
 @pytest.mark.parametrize("read", [1, 100, 1 << 20])
 def test_threads_do_not_change_the_digest(workers: int, read: int, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pieces, "cores", lambda most: workers)
-    monkeypatch.setattr(pieces, "BUFFER", read)
+    monkeypatch.setattr(threads, "cores", lambda most: workers)
+    monkeypatch.setattr(threads, "BUFFER", read)
     monkeypatch.setattr(threads, "MANY", 3)
     monkeypatch.setattr(threads, "GROUP", 200)
     monkeypatch.setattr(module, "PIECE", 50)

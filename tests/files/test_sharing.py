@@ -15,12 +15,11 @@ import torch
 from pytest import MonkeyPatch
 
 import ckpttool
+from ckpttool.core.files import copying
+from ckpttool.core.files.copying import BLOCK, Output
+from ckpttool.core.system import NO_CLONE
+from ckpttool.core.tensors.ref import ByteRange, Source
 from ckpttool.errors import Damaged
-from ckpttool.files import copying
-from ckpttool.files.copying import Output
-from ckpttool.files.sharing import BLOCK
-from ckpttool.system import NO_CLONE
-from ckpttool.tensors.source import ByteRange, Source
 from tests.support.extents import clone_range
 
 CONTENT = random.Random(0).randbytes(300_001)

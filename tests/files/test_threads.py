@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 import ckpttool
-from ckpttool import system
+from ckpttool.core import system
+from ckpttool.core.files import copying
+from ckpttool.core.files import threads as threads_module
+from ckpttool.core.files.copying import Output
+from ckpttool.core.files.digest import combined, crc32
+from ckpttool.core.files.threads import NAME, Workers, cut, in_order, map_pieces
+from ckpttool.core.tensors.ref import ByteRange, Source
 from ckpttool.errors import Damaged
-from ckpttool.files import gathering
-from ckpttool.files import threads as threads_module
-from ckpttool.files.copying import Output
-from ckpttool.files.crc32 import combined, crc32
-from ckpttool.files.threads import NAME, Workers, cut, in_order, map_pieces
-from ckpttool.tensors.source import ByteRange, Source
 
 # ---- Work on several cores: results in the order of the jobs, errors where they belong, and checksums joined
 
@@ -237,7 +237,7 @@ def test_pieces_of_any_size_and_order_arrive(seed: int, source: Source, tmp_path
             offset, size = randomly.randrange(290_000), randomly.choice([0, 1, 7, 64, 4095, 4096, 9000])
             header, data = randomly.randbytes(randomly.randrange(3)), ByteRange(source, offset, size)
             out.write(header)
-            if gathering.is_tiny(data):
+            if copying.is_tiny(data):
                 small.append((out.position, data))
                 out.position += size
             else:
@@ -248,7 +248,7 @@ def test_pieces_of_any_size_and_order_arrive(seed: int, source: Source, tmp_path
     assert (tmp_path / "out").read_bytes() == b"".join(parts)
     assert sum(done) == sum(len(data) for _, data in seen)
     assert all(CONTENT[offset : offset + len(data)] == data for offset, data in seen)
-    assert sorted(sums) == sorted(zlib.crc32(data) for _, data in seen if len(data) >= gathering.TINY)
+    assert sorted(sums) == sorted(zlib.crc32(data) for _, data in seen if len(data) >= copying.TINY)
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
@@ -271,26 +271,26 @@ def test_a_thousand_tensors_take_a_few_system_calls(ending: str, tmp_path: Path,
 
 
 def test_pieces_far_apart_are_not_read_along_with_what_lies_between(source: Source) -> None:
-    ranges = [(0, 10), (5, 20), (100_000, 10), (100_010, gathering.TINY)]
+    ranges = [(0, 10), (5, 20), (100_000, 10), (100_010, copying.TINY)]
     read = list[int]()
     whole = source._read
     source._read = lambda offset, size: (read.append(size), whole(offset, size))[1]  # type: ignore[method-assign]
     found = source.read_near(ranges)
     assert [bytes(data) for data in found] == [CONTENT[at : at + size] for at, size in ranges]
-    assert read == [25, 10 + gathering.TINY]
+    assert read == [25, 10 + copying.TINY]
 
 
 @pytest.mark.parametrize("offset", [299_999, 300_001, 10**12])
 def test_a_piece_past_the_end_of_its_file_is_named(offset: int, source: Source) -> None:
     with pytest.raises(Damaged, match="ends at byte 300000"):
-        gathering.read_together([ByteRange(source, 5, 10), ByteRange(source, offset, 10)])
+        copying.read_together([ByteRange(source, 5, 10), ByteRange(source, offset, 10)])
 
 
 def test_what_is_gathered_is_bounded_again_after_there_was_nothing_to_write() -> None:
-    gathered = gathering.Gathered()
+    gathered = copying.Gathered()
     assert [*gathered.taken()] == []
-    for position in range(gathering.MOST_PIECES):
+    for position in range(copying.MOST_PIECES):
         gathered.add(position, b"1")
     assert gathered.is_full
-    assert [*gathered.taken()] == [(0, b"1" * gathering.MOST_PIECES)]
+    assert [*gathered.taken()] == [(0, b"1" * copying.MOST_PIECES)]
     assert not gathered.is_full

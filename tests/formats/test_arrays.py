@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.arrays import reading
+from ckpttool.core.formats.pytorch import zip_entries
+from ckpttool.core.inert_pickle.plain_objects import NUMBERS
 from ckpttool.errors import Damaged, Refused, Unsupported
-from ckpttool.formats import numpy_files
-from ckpttool.formats import onnx as onnx_format
-from ckpttool.formats.pytorch import inflating
-from ckpttool.inert_pickle.numpy_values import NUMBERS
+from ckpttool.onnx import reading as onnx_format
 from tests.support.comparing import refused
 from tests.support.other_files import (
     BOOL,
@@ -551,7 +551,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_what_grows_without_bound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflating, "SMALL", 1 << 20)
+    monkeypatch.setattr(zip_entries, "SMALL", 1 << 20)
     np.savez_compressed(tmp_path / "in.npz", a=np.zeros(1 << 20))
     refused(tmp_path / "in.npz", "would grow from", Refused)
 
@@ -560,4 +560,4 @@ def test_what_grows_without_bound_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_any_text_as_a_header_is_read_or_refused(text: str) -> None:
     for header in (text, "{" + text + "}", GOOD[:-2] + text + "}"):
         with contextlib.suppress(Damaged, Unsupported):
-            numpy_files._parsed("f", "'a'", header)
+            reading._parsed("f", "'a'", header)

@@ -14,7 +14,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool import system
+from ckpttool.core import system
 from tests.support.comparing import convert
 from tests.support.running import Cli, Ran, assert_says
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import ckpttool
-from ckpttool.checkpoint import full_encoding
+from ckpttool.core.checkpoint import full
+from ckpttool.core.files.digest import digest
+from ckpttool.core.formats import Saved
 from ckpttool.errors import Refused
-from ckpttool.files.digest import digest
-from ckpttool.formats import Saved
 from tests.support.every_format import INPUTS, model, state
 from tests.support.generated_page import generated, regenerate
 from tests.support.running import ROOT
@@ -76,7 +76,7 @@ def cell(source: Path, folder: Path, wanted: dict[str, Any]) -> str:
     found = ckpttool.open(target)
     assert found.format == wanted["to"]
     assert digest(found.state().tensors) == digest(checkpoint.state().tensors)
-    same = full_encoding.encode(found.tree).text == full_encoding.encode(checkpoint.tree).text or (
+    same = full.encode(found.tree).text == full.encode(checkpoint.tree).text or (
         is_flat(found) and is_flat(checkpoint) and sharing(found) == sharing(checkpoint)
     )
     same &= facts(found) == facts(checkpoint) and not checkpoint.unread

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Unsupported, UsageFault
-from ckpttool.formats import gguf_types
+from ckpttool.gguf import reading
 from tests.support.comparing import refused
 from tests.support.other_files import (
     BF16,
@@ -91,7 +91,7 @@ def test_plain_tensors_are_places_in_the_file(version: int, tmp_path: Path) -> N
 
 
 def test_every_plain_type_is_read(tmp_path: Path) -> None:
-    for kind, name in gguf_types.PLAIN.items():
+    for kind, name in reading.PLAIN.items():
         size = ckpttool.tensors.dtypes.DTYPES[name].itemsize
         path = put(tmp_path / "m.gguf", {"a": Tensor(kind, (2, 3), bytes(range(6 * size)))})
         tensor = ckpttool.open(path).state().tensors["a"]
@@ -138,7 +138,7 @@ def test_packed_values_are_those_of_their_formula(tmp_path: Path, cli: Cli) -> N
 def test_any_stretch_of_packed_values_can_be_made(
     start: int, count: int, unpacks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_types, "PIECE", 64)
+    monkeypatch.setattr(reading, "PIECE", 64)
     tensor = ckpttool.open(put(tmp_path / "m.gguf", MIXED)).state().tensors["blk.0.weight"]
     made = tensor.storage.data.part(4 * start, 4 * count).read()
     assert made == q8_0(BLOCKS)[start : start + count].tobytes()
@@ -163,8 +163,8 @@ def test_without_the_package_everything_but_packed_values_is_there(
 
 def test_values_of_all_types_are_those_of_the_library(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    assert {kind: (each.name, *gguf.GGML_QUANT_SIZES[each]) for kind in gguf_types.PACKED for each in
-            [gguf.GGMLQuantizationType(kind)]} == gguf_types.PACKED  # fmt: skip
+    assert {kind: (each.name, *gguf.GGML_QUANT_SIZES[each]) for kind in reading.PACKED for each in
+            [gguf.GGMLQuantizationType(kind)]} == reading.PACKED  # fmt: skip
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_token_list(["a"] * 100)
     expected = {}

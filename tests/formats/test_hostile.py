@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis.summary import summarize
 from ckpttool.errors import CkptToolError
+from ckpttool.inspecting.summary import summarize
 from tests.support import crafting
 from tests.support.crafting import BYTES, TENSOR, attacks_of, call, dict_of, name, number, text, tuple_of
 from tests.support.every_format import as_tar

@@ -22,10 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.analysis.summary import summarize
-from ckpttool.checkpoint import full_encoding
+from ckpttool.core.checkpoint import full
+from ckpttool.core.files.digest import digest
 from ckpttool.errors import CkptToolError
-from ckpttool.files.digest import digest
+from ckpttool.inspecting.summary import summarize
 from tests.support.every_format import as_dcp, as_tar, converted
 
 TREE: dict[str, Any] = {
@@ -94,7 +94,7 @@ def put(kind: str, path: Path, changed: dict[str, bytes]) -> None:
 
 
 def contents(checkpoint: ckpttool.Checkpoint) -> tuple[str, str]:
-    return digest(dict(checkpoint.tensors())), full_encoding.encode(checkpoint.tree).text
+    return digest(dict(checkpoint.tensors())), full.encode(checkpoint.tree).text
 
 
 @functools.cache

@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import save, save_file
 
 import ckpttool
-from ckpttool.checkpoint.ranks import Ranks
+from ckpttool.core.checkpoint.checkpoint import Ranks
+from ckpttool.core.formats.shards import piece_of
 from ckpttool.errors import SeveralCheckpoints, Unreadable, Unsupported
-from ckpttool.formats import frameworks
-from ckpttool.formats.one_of_several import piece_of
+from ckpttool.ranks import frameworks
 from tests.support.comparing import opened, refused
 from tests.support.crafting import list_of, torch_zip
 from tests.support.running import Cli, assert_says

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from tests.support.saved import saved_predictions
 
 import ckpttool
+from ckpttool.core.files.commit import replacing
+from ckpttool.core.files.commit_folder import replacing_folder
+from ckpttool.core.formats.output import OutputPlace
 from ckpttool.errors import OutputExists
-from ckpttool.files.commit import replacing
-from ckpttool.files.commit_folder import replacing_folder
-from ckpttool.formats.output import OutputPlace
 from tests.support.running import Cli, assert_says
 
 

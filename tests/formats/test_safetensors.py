@@ -28,13 +28,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save, save_file, save_model
 
 import ckpttool
-from ckpttool import system
+from ckpttool.core import system
+from ckpttool.core.files import copying
+from ckpttool.core.files.copying import Output
+from ckpttool.core.formats import Saved, safetensors
+from ckpttool.core.tensors import values as tensor_values
+from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.errors import Damaged, Refused, Unsupported
-from ckpttool.files import copying
-from ckpttool.files.copying import Output
-from ckpttool.formats import Saved, safetensors
-from ckpttool.tensors import values as tensor_values
-from ckpttool.tensors.dtypes import DTYPES
 from tests.support.comparing import convert, opened, refused, values
 from tests.support.crafting import safetensors_file
 from tests.support.extents import clone_range
@@ -466,7 +466,7 @@ def of(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that shares blocks of a byte between files: no payload may be copied."""
     monkeypatch.setattr(fcntl, "ioctl", clone_range)
-    monkeypatch.setattr("ckpttool.files.sharing.BLOCK", 1)
+    monkeypatch.setattr("ckpttool.core.files.copying.BLOCK", 1)
     monkeypatch.setattr(copying, "SMALL", 0)
     monkeypatch.setattr(Output, "_put", Mock(side_effect=AssertionError("payload was moved")))
 
@@ -562,7 +562,7 @@ def test_values_are_compared_before_a_file_is_replaced(path: Path, monkeypatch: 
     strip(path, verify=True)
     assert contents(path) == of(PLAIN)
     before = path.read_bytes()
-    monkeypatch.setattr("ckpttool.files.digest.digest", lambda tensors, progress: id(tensors))
+    monkeypatch.setattr("ckpttool.core.files.digest.digest", lambda tensors, progress: id(tensors))
     with pytest.raises(Damaged, match="does not read back"):
         save_over(path, lambda checkpoint: ckpttool.rename_keys(checkpoint, [("layer", "l")]), verify=True)
     assert path.read_bytes() == before

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.core.formats.destination import parse_size
+from ckpttool.core.tensors.to_torch import live_tensors
 from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable, Unsupported, UsageFault
-from ckpttool.formats.saving.destination import parse_size
-from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, convert, values
 from tests.support.running import ROOT, Cli, open_files
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.core.inert_pickle.values import Record
+from ckpttool.core.tensors.values import stream
 from ckpttool.errors import NothingToDo, OutputExists, Refused, UsageFault
-from ckpttool.inert_pickle.values import Record
-from ckpttool.tensors.values import stream
 from tests.ranks import splits
 from tests.support.comparing import assert_same, saved
 from tests.support.running import ROOT, assert_says

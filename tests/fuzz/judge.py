@@ -20,27 +20,28 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
-from ckpttool.analysis import run_log
-from ckpttool.analysis.summary import summarize
-from ckpttool.analysis.verify import verify
-from ckpttool.checkpoint import full_encoding
+from ckpttool.arrays import reading as numpy_files
+from ckpttool.core.checkpoint import full
+from ckpttool.core.checkpoint.prefixes import rename_names
+from ckpttool.core.files.digest import digest
+from ckpttool.core.formats import folders
+from ckpttool.core.formats.pytorch.zip_entries import read_directory
+from ckpttool.core.inert_pickle.known_names import TAKEN, names_that_run
+from ckpttool.core.inert_pickle.values import TooDeep
+from ckpttool.core.tensors.ref import DTYPES, ByteRange, Source, TensorRef
+from ckpttool.core.tensors.values import stream
 from ckpttool.errors import CkptToolError, UsageFault
-from ckpttool.files.digest import digest
-from ckpttool.formats import folders, gguf, numpy_files, onnx
-from ckpttool.formats.pytorch.zip_reader import read_directory
-from ckpttool.inert_pickle.known_names import TAKEN, names_that_run
-from ckpttool.inert_pickle.values import TooDeep
-from ckpttool.metrics import predictions
+from ckpttool.gguf import reading as gguf
+from ckpttool.inspecting import run_log
+from ckpttool.inspecting.summary import summarize
+from ckpttool.lora import adapter
+from ckpttool.metrics import certificate
 from ckpttool.metrics.certificate import recompute
+from ckpttool.numbers.quantize import dequantize
+from ckpttool.onnx import reading as onnx
 from ckpttool.proving.proof import prove
 from ckpttool.scanning.scan import scan
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import TensorRef
-from ckpttool.tensors.source import ByteRange, Source
-from ckpttool.tensors.values import stream
-from ckpttool.transforms.lora import adapter
-from ckpttool.transforms.quantization.dequantize import dequantize
-from ckpttool.transforms.renaming import rename_names
+from ckpttool.verifying.verify import verify
 from tests.fuzz.seeds import SECRET
 from tests.support import other_files
 from tests.support.comparing import assert_same, values
@@ -133,7 +134,7 @@ def _use(path: Path, out: Path, outcome: Outcome) -> bool:
         is_whole = verify(checkpoint).ok
         _copy_companions(checkpoint, path, out, outcome)
         if {"index", "label", "prediction", "loss"} <= {*dict(checkpoint.tensors())}:
-            file = predictions.read(path)
+            file = certificate.read(path)
             recompute([file], len(file.predictions))
         try:
             ckpttool.save(checkpoint, out / "out.pt", force=True)
@@ -226,7 +227,7 @@ def _copy_companions(checkpoint: ckpttool.Checkpoint, path: Path, out: Path, out
 def _contents(checkpoint: ckpttool.Checkpoint) -> tuple[str, str]:
     """Return the digest of the tensors, and the tree as text; empty if it is too deep for one."""
     try:
-        text = full_encoding.encode(checkpoint.tree).text
+        text = full.encode(checkpoint.tree).text
     except TooDeep:
         text = ""
     return digest(dict(checkpoint.tensors())), text

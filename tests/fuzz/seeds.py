@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.inert_pickle.values import Global, Record, rebuild
-from ckpttool.metrics import predictions
+from ckpttool.core.inert_pickle.values import Global, Record, rebuild
+from ckpttool.metrics import certificate
 from tests.support import other_files, scan_corpus
 from tests.support.every_format import apart, as_dcp, as_script, as_tar, converted, with_objects
 from tests.support.run_log import BEGIN, STEP, record
@@ -164,8 +164,8 @@ def _predictions(path: Path) -> None:
     import numpy as np
 
     rows = np.arange(8)
-    columns = predictions.Predictions(rows, rows % 3, rows % 4, np.ones(8))
-    predictions.write(path, columns, predictions.Evaluation(1, 8), 0)
+    columns = certificate.Predictions(rows, rows % 3, rows % 4, np.ones(8))
+    certificate.write(path, columns, certificate.Evaluation(1, 8), 0)
 
 
 def _rows(path: Path) -> None:

@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import save as saved
 
-from ckpttool.analysis import run_log
-from ckpttool.checkpoint import checksums
-from ckpttool.formats import folders, onnx
-from ckpttool.formats import safetensors as safetensors_format
-from ckpttool.formats.ranks import device_meshes, sharded_values
+from ckpttool.core.checkpoint import checksums, prefixes
+from ckpttool.core.formats import folders
+from ckpttool.core.formats import safetensors as safetensors_format
+from ckpttool.core.tensors import ref
+from ckpttool.inspecting import run_log
+from ckpttool.lora import adapter
 from ckpttool.metrics import certificate
-from ckpttool.tensors import source
-from ckpttool.transforms import renaming
-from ckpttool.transforms.lora import adapter
+from ckpttool.onnx import reading
+from ckpttool.ranks import sharded_values
 from tests.fuzz.campaign import files_of, judged, kept, minimised
 from tests.fuzz.seeds import SEEDS, Files, Odd, seeds, strided, written_by
 from tests.fuzz.worker import Worker
@@ -92,13 +92,13 @@ def ignore_the_end() -> None:
 
 def reverse() -> None:
     """Read the bytes of each stretch from back to front."""
-    chunks = source.ByteRange.chunks
+    chunks = ref.ByteRange.chunks
 
     def reversed_chunks(self: Any, buffer: memoryview) -> Iterator[memoryview]:
         for chunk in chunks(self, buffer):
             yield memoryview(bytes(chunk)[::-1])
 
-    source.ByteRange.chunks = reversed_chunks  # type: ignore[method-assign]
+    ref.ByteRange.chunks = reversed_chunks  # type: ignore[method-assign]
 
 
 def finishing_with(do: Callable[[], object]) -> Callable[[], None]:
@@ -129,7 +129,7 @@ def follow_links() -> None:
 
 def read_beside_anywhere() -> None:
     """Read an ONNX model's values wherever links lead to."""
-    onnx.is_inside = lambda *_: True  # type: ignore[attr-defined]
+    reading.is_inside = lambda *_: True  # type: ignore[attr-defined]
 
 
 def open_anything() -> None:
@@ -139,7 +139,7 @@ def open_anything() -> None:
 
 def match_without_end() -> None:
     """Give an expression all the time it takes."""
-    renaming.KEY_SECONDS = 1 << 30
+    prefixes.KEY_SECONDS = 1 << 30
 
 
 def read_pipes() -> None:
@@ -164,7 +164,7 @@ def count_all_classes() -> None:
 def place_without_bounds() -> None:
     """Follow placements for as many pieces as they say."""
     sharded_values.MAX_CHUNKS = 1 << 60
-    device_meshes.WorkBound.spend = lambda *_: None  # type: ignore[method-assign]
+    sharded_values.WorkBound.spend = lambda *_: None  # type: ignore[method-assign]
 
 
 def odd(name: str, raw: bytes) -> Callable[[str], Files]:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ckpttool.transforms import renaming
+from ckpttool.core.checkpoint import prefixes
 from tests.fuzz.judge import Outcome, compare, use
 from tests.fuzz.seeds import SECRET, Files, put
 
@@ -122,7 +122,7 @@ def _serve(pipe: Connection, folder: Path, hole: Any) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # what C++ says of a file
-    renaming.KEY_SECONDS = 0.5  # what a name may cost by its limit is not a file's cost
+    prefixes.KEY_SECONDS = 0.5  # what a name may cost by its limit is not a file's cost
     if hole is not None:
         hole()
     gc.disable()  # a collection visits all that torch has imported, which takes longer than a file

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.analysis.compare import diff
-from ckpttool.analysis.verify import verify
-from ckpttool.inert_pickle.known_names import names_in, names_that_run, unknown_names
-from ckpttool.inert_pickle.reader import read_pickle
-from ckpttool.inert_pickle.values import Global, OrderedDict_, Record
+from ckpttool.core.inert_pickle.known_names import names_in, names_that_run, unknown_names
+from ckpttool.core.inert_pickle.reader import read_pickle
+from ckpttool.core.inert_pickle.values import Global, OrderedDict_, Record
+from ckpttool.diffing.compare import diff
+from ckpttool.verifying.verify import verify
 from tests.support.comparing import compared, opened
 from tests.support.crafting import (
     call,

@@ -27,13 +27,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
-from ckpttool.checkpoint.full_json import BadJson, decode
-from ckpttool.inert_pickle import machine
-from ckpttool.inert_pickle import values as inert
-from ckpttool.inert_pickle.machine import BASE_PARTS, MAX_EQUAL_HASHES, BadKey, KeyGuard
-from ckpttool.inert_pickle.reader import PickleFault, read_pickle
-from ckpttool.inert_pickle.values import Global, OrderedDict_, Record, Set_, TooDeep, rebuild, walk
-from ckpttool.inert_pickle.writer import write_pickle
+from ckpttool.core.checkpoint.full import BadJson, decode
+from ckpttool.core.inert_pickle import machine
+from ckpttool.core.inert_pickle import values as inert
+from ckpttool.core.inert_pickle.machine import BASE_PARTS, MAX_EQUAL_HASHES, BadKey, KeyGuard
+from ckpttool.core.inert_pickle.reader import PickleFault, read_pickle
+from ckpttool.core.inert_pickle.values import Global, OrderedDict_, Record, Set_, TooDeep, rebuild, walk
+from ckpttool.core.inert_pickle.writer import write_pickle
 from tests.support.comparing import assert_same
 from tests.support.crafting import call, list_of, name, number, program, text, tuple_of
 from tests.support.running import within

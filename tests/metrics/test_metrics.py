@@ -25,8 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool import metrics
 from ckpttool.errors import CheckFailed
-from ckpttool.metrics.base import measures
-from ckpttool.metrics.exact_sum import PIECE, ExactSum
+from ckpttool.metrics.base import PIECE, ExactSum, measures
 from tests.support.running import ROOT, error_of
 
 # Only the tests that need scikit-learn import it: the ranks import this file too.

@@ -16,8 +16,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.errors import UsageFault
-from ckpttool.models.factory import build, parse
-from ckpttool.models.skeleton import skeleton, skeletons
+from ckpttool.models.factory import build, parse, skeleton, skeletons
 from tests.support import architectures
 from tests.support.comparing import saved
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool import reload
+from ckpttool.core.tensors.to_torch import live_tensors
 from ckpttool.errors import Mismatch, NoState, NothingToDo, Refused
-from ckpttool.tensors.to_torch import live_tensors
 from tests.support.architectures import Tied
 from tests.support.comparing import assert_same, prefixed, saved, values
 from tests.support.running import Cli

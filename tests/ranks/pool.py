@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from ckpttool.distributed.processes import end_with_parent
+from ckpttool.distributed.observer import end_with_parent
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
 PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "ckpttool.cli"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpttool import __version__
-from ckpttool.cli import SECTIONS, group
+from ckpttool.core.cli import SECTIONS, group
 from release import check, completion, manual
 from release.walk import LINES, walk
 from tests.support.running import ROOT

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.remote.patience import Patience
+from ckpttool.core.remote.store import Patience
 from tests.support.bucket_servers import moto
 from tests.support.hub_server import Hub
 from tests.support.range_server import RangeServer

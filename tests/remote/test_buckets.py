@@ -25,14 +25,12 @@ from urllib.parse import unquote_plus
 import pytest
 import torch
 
-from ckpttool.cli.failure import left_by
+from ckpttool.core.cli.failure import left_by
+from ckpttool.core.remote import bucket_settings, buckets
+from ckpttool.core.remote import buckets as bucket_uploads
+from ckpttool.core.remote.buckets import Bucket
+from ckpttool.core.remote.store import TRAFFIC, Facts, ListedEntry, Missing, Patience, Unranged
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
-from ckpttool.remote.buckets import bucket as buckets
-from ckpttool.remote.buckets import settings as bucket_settings
-from ckpttool.remote.buckets import uploads as bucket_uploads
-from ckpttool.remote.buckets.bucket import Bucket
-from ckpttool.remote.patience import Patience
-from ckpttool.remote.store import TRAFFIC, Facts, ListedEntry, Missing, Unranged
 from tests.support import bucket_servers as servers
 from tests.support.running import within
 

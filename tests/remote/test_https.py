@@ -23,11 +23,10 @@ import pytest
 
 pytest.importorskip("urllib3")
 
+from ckpttool.core.remote.connections import Transport
+from ckpttool.core.remote.store import TRAFFIC, Facts, Missing, Patience, Unranged
+from ckpttool.core.remote.web import Https, quoted
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, UsageFault
-from ckpttool.remote.patience import Patience
-from ckpttool.remote.store import TRAFFIC, Facts, Missing, Unranged
-from ckpttool.remote.web.https import Https, quoted
-from ckpttool.remote.web.transport import Transport
 from tests.support.range_server import FAULTS, RangeServer
 from tests.support.running import ROOT, free_port, within
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.core.remote.hub import Location, Repository, cached, is_offline, split
+from ckpttool.core.remote.store import TRAFFIC, Facts, ListedEntry, Missing, Patience
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
-from ckpttool.remote.hub.repository import Location, Repository, cached, is_offline, split
-from ckpttool.remote.patience import Patience
-from ckpttool.remote.store import TRAFFIC, Facts, ListedEntry, Missing
 from tests.support.hub_server import SECRET, Hub, Reply, Repo, Seen, git_blob, sha256
 from tests.support.running import within
 

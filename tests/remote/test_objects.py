@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.core.remote.ahead import Ahead, Line
 from ckpttool.errors import Damaged
-from ckpttool.remote.ahead import Ahead, Line
 from ckpttool.scanning.scan import scan
 from tests.support.crafting import dict_of, torch_zip
 from tests.support.other_files import FLOAT, ROWS, as_onnx_folder, in_several_files, onnx_file, tensor

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.core.formats import shards
+from ckpttool.core.remote import ahead
+from ckpttool.core.remote.store import TRAFFIC
+from ckpttool.core.remote.urls import canonical
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported
-from ckpttool.formats import shards
-from ckpttool.remote import ahead
-from ckpttool.remote.store import TRAFFIC
-from ckpttool.remote.urls import canonical
 from tests.support.every_format import INPUTS, as_dcp, training
 from tests.support.hub_server import Hub, Reply, Seen
 from tests.support.range_server import RangeServer
@@ -285,7 +285,7 @@ def test_a_server_without_ranges_sends_all_once_and_it_is_said(
     ran = cli("strip-prefix", f"{server.url}/a.pt", tmp_path / "o.safetensors")
     assert_says(ran, 0, "its server ignores ranges, so all of it was read")
     assert len(server.requests) == 2
-    monkeypatch.setattr("ckpttool.remote.visit.SPOOLED", 1000)
+    monkeypatch.setattr("ckpttool.core.remote.places.SPOOLED", 1000)
     ran = cli("inspect", f"{server.url}/a.pt")
     assert_says(ran, 3, f"is sent only as a whole, {path.stat().st_size} bytes", "download it first")
 

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.files.resuming import Attempt
-from ckpttool.remote import ahead
-from ckpttool.remote import cache as remote_cache
-from ckpttool.remote.store import TRAFFIC
+from ckpttool.core.files.resuming import Attempt
+from ckpttool.core.remote import ahead
+from ckpttool.core.remote import source as remote_cache
+from ckpttool.core.remote.store import TRAFFIC
 from tests.support.range_server import RangeServer
 from tests.support.running import ROOT, Cli, assert_says, within
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.remote.store import TRAFFIC
+from ckpttool.core.remote.store import TRAFFIC
 from tests.support.hub_server import Hub
 from tests.support.running import Cli, assert_says
 
@@ -116,7 +116,7 @@ def test_an_upload_is_announced_and_counted_as_a_work_of_its_own(
 
 
 def test_the_bar_begins_again_with_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.cli import console
+    from ckpttool.core.cli import console
 
     monkeypatch.setattr(console, "BAR_FROM", 10)
     bar = console.ProgressBar("convert", drawn=True)

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.analysis.compare import diff
-from ckpttool.analysis.comparison import Comparison
+from ckpttool.core.formats import Saved
+from ckpttool.core.formats.pytorch.zip_entries import ZipRecord, read_directory
+from ckpttool.core.tensors.ref import ByteRange, Source
+from ckpttool.diffing.compare import diff
+from ckpttool.diffing.compare_values import Comparison
+from ckpttool.disarming.disarm import Disarmed, disarm
 from ckpttool.errors import CkptToolError, Damaged, FileError, UsageFault
-from ckpttool.formats import Saved
-from ckpttool.formats.pytorch.zip_reader import ZipRecord, read_directory
-from ckpttool.metrics import predictions
-from ckpttool.tensors.source import ByteRange, Source
-from ckpttool.transforms.disarm import Disarmed, disarm
+from ckpttool.metrics import certificate
 
 # ---- Two trees that torch loads are the same: values, types, order, shared memory; or what `diff` finds
 
@@ -153,9 +153,9 @@ def saved_predictions(folder: Path, ranks: int, samples: int) -> None:
     """Write what each rank of an evaluation predicted, as `rank0.safetensors` and so on."""
     for rank in range(ranks):
         index = np.arange(rank, samples, ranks)
-        rows = predictions.Predictions(index, index % 2, index % 2, index / 4)
-        about = predictions.Evaluation(ranks, samples)
-        predictions.write(folder / f"rank{rank}.safetensors", rows, about, rank)
+        rows = certificate.Predictions(index, index % 2, index % 2, index / 4)
+        about = certificate.Evaluation(ranks, samples)
+        certificate.write(folder / f"rank{rank}.safetensors", rows, about, rank)
 
 
 def loaded(checkpoint: ckpttool.Checkpoint, folder: Path) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 
 import jsonschema_rs
 
-from ckpttool.cli import SECTIONS
-from ckpttool.cli.commands import gather_metrics
-from ckpttool.cli.schemas import Fields, document
+from ckpttool.core.cli import SECTIONS
+from ckpttool.core.cli.schemas import Fields, document
+from ckpttool.metrics import command
 
 SCORE = ("correct", "samples", "accuracy", "loss", "per_class", "ranks", "threads", "batch_size")
 
@@ -41,7 +41,7 @@ def of_command(name: str) -> jsonschema_rs.Draft202012Validator:
 def of_trainer() -> jsonschema_rs.Draft202012Validator:
     """Return the same for what train/evaluate.py and train/main.py --preview print."""
     checkpoint: Fields = {"checkpoint": (str, "as it was named")}
-    score = {name: said for name, said in gather_metrics.CERTIFICATE.items() if name in SCORE}
+    score = {name: said for name, said in command.CERTIFICATE.items() if name in SCORE}
     common = {name: score[name] for name in ("loss", "samples", "ranks", "threads", "batch_size")}
     of_task: Fields = {"count": (float, "what the loss is a mean over"), "metrics": (dict[str, Any], "")}
     share: Fields = {"epoch": (int, ""), "rank": (int, ""), "steps": (list[list[int]], "indices of samples")}

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.transforms.mapping.applying import Mapped, apply
-from ckpttool.transforms.mapping.rule_file import rules_in
-from ckpttool.transforms.mapping.rules import MapRules
+from ckpttool.mapping.applying import Mapped, apply
+from ckpttool.mapping.rule_file import rules_in
+from ckpttool.mapping.rules import MapRules
 from tests.support.comparing import loaded, opened, values
 
 # ---- Small models as other programs name and lay them out: the shapes of their tensors, by map --------

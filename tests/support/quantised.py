@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms.quantization.dequantize import Dequantized, dequantize
+from ckpttool.core.tensors.ref import DTYPES
+from ckpttool.numbers.quantize import Dequantized, dequantize
 
 # ---- Packed tensors as files: written with the settings beside them, and made plain -------------------
 

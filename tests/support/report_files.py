@@ -105,8 +105,7 @@ def run(folder: Path) -> Path:
     for name in ("last.pt", "best.pt"):
         saved({"model": prefixed(model(), "module.")}, made / name)
     saved_predictions(made / "eval", 2, 20)
-    from ckpttool.metrics.certificate import recompute
-    from ckpttool.metrics.predictions import read
+    from ckpttool.metrics.certificate import read, recompute
 
     certificate = recompute([read(path) for path in sorted((made / "eval").glob("*.safetensors"))])
     (made / "eval" / "eval.json").write_text(json.dumps({"checkpoint": "<b>", **certificate.statement()}))

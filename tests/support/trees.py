@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.core.tensors.ref import DTYPES
 
 # ---- Trees with every kind of value that `torch.save` writes ------------------------------------------
 

@@ -183,7 +183,7 @@ def main() -> None:
     commands = json.loads(sys.stdin.buffer.read())
     if "windows" in sys.argv[1:]:
         take_away()
-    from ckpttool import cli
+    from ckpttool.core import cli
 
     ran = []
     for words in commands:

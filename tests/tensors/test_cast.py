@@ -19,18 +19,25 @@ from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.checkpoint import selection
+from ckpttool.core.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.tensors import values as tensor_values
+from ckpttool.core.tensors.cast import (
+    CELL,
+    CHUNK,
+    FEW_LOSSES,
+    CastReport,
+    Conversion,
+    count_non_finite,
+    target,
+)
+from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.errors import NothingToDo, UsageFault
-from ckpttool.tensors import values as tensor_values
-from ckpttool.tensors.cast import CHUNK, Conversion, count_non_finite, target
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.losses import CELL, FEW, CastReport
-from ckpttool.transforms import selection
 from tests.support.comparing import saved, values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, torch_zip, tuple_of
 from tests.support.trees import strided
 
-module = import_module("ckpttool.tensors.cast")
+module = import_module("ckpttool.core.tensors.cast")
 TARGETS = ["float64", "float32", "float16", "bfloat16"]
 EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
 SOURCES = [*TARGETS, *(name for name in EIGHT_BITS if hasattr(torch, name))]
@@ -271,9 +278,9 @@ def test_an_element_is_counted_once_however_often_it_is_cast() -> None:
     for key, places in (0, [0, 7]), (0, [7, 9]), (1, [7]), (0, [9, CELL - 1, CELL, 5 * CELL + 7]):
         report.note("infinite", key, np.array(places))
     assert report.overflows == 7
-    for at in range(0, 3 * FEW, FEW // 2):  # first as places, then as bits
-        report.note("zero", 1, np.arange(at, at + FEW))
-    assert (report.overflows, report.underflows) == (7, 7 * FEW // 2)
+    for at in range(0, 3 * FEW_LOSSES, FEW_LOSSES // 2):  # first as places, then as bits
+        report.note("zero", 1, np.arange(at, at + FEW_LOSSES))
+    assert (report.overflows, report.underflows) == (7, 7 * FEW_LOSSES // 2)
 
 
 def test_several_threads_lose_no_loss() -> None:

@@ -19,15 +19,12 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 import ckpttool
+from ckpttool.core.tensors import to_torch
+from ckpttool.core.tensors import values as tensor_values
+from ckpttool.core.tensors.cast import Caster
+from ckpttool.core.tensors.ref import DTYPES, ByteRange, Computed, Source, Storage, TensorRef
+from ckpttool.core.tensors.values import TensorPart, assembled, require_bounded, stream, without_repeats
 from ckpttool.errors import Damaged, Refused, Unreadable, Unsupported
-from ckpttool.tensors import to_torch
-from ckpttool.tensors import values as tensor_values
-from ckpttool.tensors.cast import Caster
-from ckpttool.tensors.chunks import TensorPart, assembled
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import Computed, Storage, TensorRef
-from ckpttool.tensors.source import ByteRange, Source
-from ckpttool.tensors.values import require_bounded, stream, without_repeats
 from tests.support.comparing import opened, values
 from tests.support.trees import LAYOUTS, LAZY, PLAIN_DTYPES, WIDTHS, big_endian, numbers, strided
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool import cli as command_line
+from ckpttool.core import cli as command_line
 from tests.ranks import runs, trainings
 from tests.support.run_log import entries_of
 from tests.support.running import ROOT

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckpttool.analysis import run_log
-from ckpttool.formats.output import OutputPlace
+from ckpttool.core.formats.output import OutputPlace
+from ckpttool.inspecting import run_log
 from tests.ranks.programs import start, without
 from train import plot
 

@@ -17,12 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.averaging.average import Averaged, average
+from ckpttool.averaging.mean import mean
+from ckpttool.averaging.methods import BLOCK, RandomMask
+from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.errors import Refused, UsageFault
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms.average import Averaged, average
-from ckpttool.transforms.mean import mean
-from ckpttool.transforms.merging.aligned import BLOCK
-from ckpttool.transforms.merging.methods import RandomMask
 from tests.support import comparing
 from tests.support.running import MOST, peak
 from tests.support.trees import big_endian
@@ -262,7 +261,7 @@ def test_files_of_other_formats_are_averaged_together(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Mock(wraps=mean)
-    monkeypatch.setattr(import_module("ckpttool.transforms.mean_tensors"), "mean", counted)
+    monkeypatch.setattr(import_module("ckpttool.averaging.mean"), "mean", counted)
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
     files = [
         {f"{i}": torch.full((i % 5, 3), i % 100 + 2.0 * turn, dtype=dtypes[i % 4]) for i in range(2000)}
@@ -285,7 +284,7 @@ def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: p
 
 
 def test_means_do_not_depend_on_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("ckpttool.transforms.mean_tensors")
+    module = import_module("ckpttool.averaging.mean")
     generator = torch.Generator().manual_seed(3)
     for turn in range(3):
         state = {f"{i}": torch.randn(i % 7, generator=generator) * 10.0 ** (i % 30) for i in range(200)}
@@ -531,7 +530,7 @@ def test_equal_magnitudes_are_kept_from_the_first_on(tmp_path: Path) -> None:
 
 
 def test_a_large_tensor_is_trimmed_as_a_small_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("ckpttool.transforms.merging.methods"), "SORTED", 10)
+    monkeypatch.setattr(import_module("ckpttool.averaging.methods"), "SORTED", 10)
     for dtype in (torch.float32, torch.bfloat16):
         base, a, b = models(2, 400, 300, dtype=dtype)
         exact = [each.double().numpy() for each in (base, a, b)]

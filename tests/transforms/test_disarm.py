@@ -22,9 +22,9 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.core.inert_pickle.known_names import PROPERTIES
+from ckpttool.disarming.disarm import disarm
 from ckpttool.errors import CkptToolError, Refused
-from ckpttool.inert_pickle.known_names import PROPERTIES
-from ckpttool.transforms.disarm import disarm
 from tests.support.comparing import disarmed
 from tests.support.crafting import (
     call,

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.checkpoint.prefixes import add_names, found_prefixes, inner_prefixes, strip_names
 from ckpttool.errors import Collision, NothingToDo, UsageFault
-from ckpttool.transforms.mapping.applying import apply
-from ckpttool.transforms.mapping.rule_file import rules_in
-from ckpttool.transforms.renaming import add_names, strip_names
-from ckpttool.transforms.wrappers import found_prefixes, inner_prefixes
+from ckpttool.mapping.applying import apply
+from ckpttool.mapping.rule_file import rules_in
 from tests.support.comparing import assert_same, loaded, opened, saved
 from tests.support.running import Cli
 

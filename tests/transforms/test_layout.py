@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckpttool
+from ckpttool.core.tensors import values as tensor_values
 from ckpttool.errors import CkptToolError, Collision, NothingToDo, Refused, UsageFault
-from ckpttool.tensors import values as tensor_values
-from ckpttool.transforms.layout import join_complex, permute, reshape, split_complex, tie
+from ckpttool.mapping.layout import join_complex, permute, reshape, split_complex, tie
 from tests.support.comparing import assert_same, loaded, opened, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.trees import numbers
@@ -271,7 +271,7 @@ def test_parts_that_went_through_safetensors_are_joined_by_value(
     dtype: torch.dtype, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_values, "CHUNK", chunk)
-    monkeypatch.setattr("ckpttool.transforms.layout.CHUNK", chunk)
+    monkeypatch.setattr("ckpttool.mapping.layout.CHUNK", chunk)
     state = layouts(dtype)
     split, _ = split_complex(opened(state, tmp_path))
     ckpttool.save(split, tmp_path / "split.safetensors")

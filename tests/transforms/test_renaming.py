@@ -19,11 +19,12 @@ from safetensors import safe_open
 from torch import nn
 
 import ckpttool
+from ckpttool.core.checkpoint import prefixes, selection
+from ckpttool.core.checkpoint.keys import rename_keys
+from ckpttool.core.checkpoint.prefixes import Renaming, rename_names
+from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.errors import Collision, NoState, NothingToDo, Refused, UsageFault
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms import layout, renaming, selection
-from ckpttool.transforms.keys import rename_keys
-from ckpttool.transforms.renaming import Renaming, rename_names
+from ckpttool.mapping import layout
 from tests.support.comparing import assert_same, loaded, opened, saved, values
 from tests.support.trees import numbers
 
@@ -269,7 +270,7 @@ HOSTILE = {
 @pytest.mark.covered(lambda case: case == "the same twice")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_an_expression_that_never_ends_on_a_key_is_named_with_it(case: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(renaming, "KEY_SECONDS", 0.5)
+    monkeypatch.setattr(prefixes, "KEY_SECONDS", 0.5)
     rules = [(expression, "b") for expression in HOSTILE[case]]
     begun = time.process_time()
     with pytest.raises(UsageFault, match=r"takes more than 0.5 s on the key 'a{60}") as caught:
@@ -280,8 +281,8 @@ def test_an_expression_that_never_ends_on_a_key_is_named_with_it(case: str, monk
 
 
 def test_the_time_of_many_keys_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renaming, "KEY_SECONDS", 0.05)
-    monkeypatch.setattr(renaming, "TICK", 0.01)
+    monkeypatch.setattr(prefixes, "KEY_SECONDS", 0.05)
+    monkeypatch.setattr(prefixes, "TICK", 0.01)
     names = [f"{'layer.' * 20}{number}.weight" for number in range(50_000)]
     assert rename_names(names, [("^layer", "module"), (r"(\w+\.)*weight$", r"\1bias")]).renamed == len(names)
 

@@ -20,25 +20,24 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from ckpttool import formats
-from ckpttool.checkpoint.checkpoint import Checkpoint
-from ckpttool.checkpoint.checksums import Checksums
-from ckpttool.distributed import collectives, divided, nested
+from ckpttool.core import formats
+from ckpttool.core.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.checkpoint.checksums import Checksums
+from ckpttool.core.files.commit import give_name, naming, replacing, system_error
+from ckpttool.core.files.copying import Output
+from ckpttool.core.files.digest import sha256_of_file
+from ckpttool.core.formats import safetensors
+from ckpttool.core.formats.pytorch import zip as torch_zip
+from ckpttool.core.formats.reading import open_alone
+from ckpttool.core.system import sync_folder
+from ckpttool.core.tensors.ref import TensorRef
+from ckpttool.core.tensors.to_torch import loaded_tensor
+from ckpttool.deltas.header import base_of, chain, needed_by
+from ckpttool.deltas.reading import BaseMissing, DeltaLink, joined
+from ckpttool.deltas.writing import delta
+from ckpttool.distributed import collectives, transport
 from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable, UsageFault
-from ckpttool.files.commit import give_name, replacing
-from ckpttool.files.copying import Output
-from ckpttool.files.digest import sha256_of_file
-from ckpttool.files.failures import naming, system_error
-from ckpttool.formats import safetensors
-from ckpttool.formats.delta.chains import base_of, chain, needed_by
-from ckpttool.formats.delta.reading import BaseMissing, DeltaLink, joined
-from ckpttool.formats.delta.writing import delta
-from ckpttool.formats.pytorch import zip as torch_zip
-from ckpttool.formats.reading import open_alone
-from ckpttool.models.diagnosis.script_lines import command_line
-from ckpttool.system import sync_folder
-from ckpttool.tensors.ref import TensorRef
-from ckpttool.tensors.to_torch import loaded_tensor
+from ckpttool.models.fit import command_line
 
 Placing = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -395,7 +394,7 @@ def split_parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if "ema" in state:
         tensors["ema"] = {"averages": state["ema"]["averages"]}
         rest["ema"] = state["ema"] | {"averages": {}}
-    return rest, nested.mapped(tensors, lambda tensor: tensor.detach().to("cpu", copy=True))
+    return rest, transport.mapped(tensors, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 def _names(optimizer: Mapping[str, Any]) -> dict[int, str]:
@@ -436,7 +435,9 @@ class Parts:
         """Return by name what is the same on all ranks of the model and the optimizer's state."""
         entries = self.tensors["optimizer"]["state"].items()
         state = {f"{kind} of {name}": value for name, entry in entries for kind, value in entry.items()}
-        return {name: v for name, v in (self.tensors["model"] | state).items() if not divided.holds_parts(v)}
+        return {
+            name: v for name, v in (self.tensors["model"] | state).items() if not transport.holds_parts(v)
+        }
 
     def write(self) -> None:
         """Write this rank's file, and compute its digest. Sends nothing."""
@@ -540,7 +541,7 @@ def joined_parts(path: str, state: dict[str, Any], own: Mapping[str, torch.Tenso
             return {name: _part(name, value, own.get(name)) for name, value in values.items()}
 
         entries = {
-            index: nested.mapped(entry, partial(_part, name, own=own.get(name)), kinds=TensorRef)
+            index: transport.mapped(entry, partial(_part, name, own=own.get(name)), kinds=TensorRef)
             for index, name in _names(state["optimizer"]).items()
             if (entry := tree["optimizer"]["state"].get(name))
         }
@@ -554,7 +555,7 @@ def _part(name: str, value: Any, own: torch.Tensor | None) -> Any:
     if not isinstance(value, TensorRef):
         return value
     tensor = loaded_tensor(name, value)
-    return tensor if own is None else divided.part_like(tensor, own)
+    return tensor if own is None else transport.part_like(tensor, own)
 
 
 # ---- the folders of a run -------------------------------------------------------------------------------

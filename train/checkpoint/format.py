@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpttool.distributed import collectives, divided, randomness
+from ckpttool.core.files.commit import reason
+from ckpttool.core.formats.reading import open_alone
+from ckpttool.distributed import collectives, sampler, transport
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
-from ckpttool.files.failures import reason
-from ckpttool.formats.reading import open_alone
 from train.checkpoint.files import as_torch_reads
 from train.config.command_line import SOURCES
 from train.config.sections import CHANGEABLE
@@ -162,13 +162,13 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     tensors = {"model": trainer.ddp.state_dict(), **trainer.updater.state()}
     state = {
         **(
-            divided.whole(tensors)
+            transport.whole(tensors)
             if trainer.config.model.shard and not trainer.config.saving.save_parts
             else tensors
         ),
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init, "judge": trainer.judge},
-        "rng": collectives.gather(randomness.take()),
+        "rng": collectives.gather(sampler.take()),
         "config": {name: value for name, value in trainer.config.plain().items() if name not in HOW_TO_SAVE},
         "versions": versions(trainer.place.device),
         "log": collectives.gather(trainer.log.state()),
@@ -187,7 +187,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     try:
         own = trainer.ddp.state_dict()
         parts = {
-            name: divided.part_like(value, own.get(name, value)) for name, value in state["model"].items()
+            name: transport.part_like(value, own.get(name, value)) for name, value in state["model"].items()
         }
         _require_same_types(trainer.config.model.name, own, parts)
         trainer.ddp.load_state_dict(parts, strict=True)
@@ -208,10 +208,10 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     rank, world_size = trainer.place.rank, trainer.place.world_size
     trainer.log.restore(state["log"], rank, world_size)
     if len(state["rng"]) == world_size:
-        randomness.put_back(state["rng"][rank])
+        sampler.put_back(state["rng"][rank])
     else:
         step = trainer.progress.global_step
-        randomness.seed_all(randomness.seed_from(trainer.config.numbers.seed, "rank", rank, step))
+        sampler.seed_all(sampler.seed_from(trainer.config.numbers.seed, "rank", rank, step))
 
 
 def _require_same_types(model: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckpttool import formats
-from ckpttool.analysis import checks
-from ckpttool.checkpoint.checkpoint import Checkpoint
-from ckpttool.checkpoint.dotted_names import dotted
-from ckpttool.checkpoint.state import State
+from ckpttool.conforming.modules import Blueprint
+from ckpttool.core import formats
+from ckpttool.core.checkpoint.checkpoint import Checkpoint
+from ckpttool.core.checkpoint.dotted_names import dotted
+from ckpttool.core.checkpoint.prefixes import found_prefixes
+from ckpttool.core.checkpoint.state import State
+from ckpttool.core.words import counted
 from ckpttool.distributed import collectives
 from ckpttool.distributed.group import given_rank
 from ckpttool.errors import (
@@ -36,14 +38,12 @@ from ckpttool.errors import (
     Unreadable,
     UsageFault,
 )
-from ckpttool.models.diagnosis import Diagnosis, diagnose
-from ckpttool.models.diagnosis.fit import Aim, Blueprint, Case, compare
-from ckpttool.models.diagnosis.script_lines import command_line
-from ckpttool.models.diagnosis.treatment import treat
+from ckpttool.models.factory import accepts
+from ckpttool.models.fit import Aim, Case, command_line, compare
 from ckpttool.models.reloading import Reloaded, reload
-from ckpttool.models.skeleton import accepts
-from ckpttool.transforms.wrappers import found_prefixes
-from ckpttool.words import counted
+from ckpttool.models.report import Diagnosis
+from ckpttool.models.treatment import diagnose, treat
+from ckpttool.verifying import verify
 from train.checkpoint import files
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
@@ -83,7 +83,7 @@ def load_weights(model: nn.Module, path: str, allow_missing: Sequence[str] = ())
             raise UsageFault(f"--init-allow-missing: {fault.message}", hint=fault.hint) from None
         except Mismatch as fault:
             raise _misfit(checkpoint, model, fault, tuple(allow_missing)) from None
-        checks.digest(checkpoint)  # compares checksums
+        verify.digest(checkpoint)  # compares checksums
         _require_finite(path, model)
         return list(_remarks_of_weights(checkpoint, state, model, loaded, allow_missing))
 
@@ -92,7 +92,7 @@ def digest_of_weights(path: str) -> str:
     """Return the SHA-256 of what `--init` takes from a file, the same for a copy in another format."""
     with formats.open(path) as checkpoint:
         _state(checkpoint)
-        return checks.digest(checkpoint, verify=False)
+        return verify.digest(checkpoint, verify=False)
 
 
 def _state(checkpoint: Checkpoint) -> State:

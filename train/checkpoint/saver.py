@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from ckpttool.distributed import collectives, divided, heartbeat, nested
+from ckpttool.distributed import collectives, heartbeat, transport
 from ckpttool.errors import CheckFailed, FileError
 from train.checkpoint import files
 from train.checkpoint import files as checkpoint_files
@@ -173,7 +173,7 @@ def _divided(trainer: Trainer) -> set[str]:
     """Return the names of what each rank has its own part of: of the model, and of the optimizer's state."""
     optimizer = named_optimizer(trainer.updater.optimizer.state_dict())
     names = {name for name, _ in trainer.ddp.named_parameters(remove_duplicate=False)}
-    return names | {name for name, value in optimizer.items() if divided.holds_parts(value)}
+    return names | {name for name, value in optimizer.items() if transport.holds_parts(value)}
 
 
 def _settle(future: Future[T], work: Callable[[], T]) -> None:
@@ -249,7 +249,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Return the plain tensors of a state. Others, as parameters and sparse ones, deepcopy copies."""
-    strided = (t for t in nested.tensors(value) if type(t) is torch.Tensor and t.layout == torch.strided)
+    strided = (t for t in transport.tensors(value) if type(t) is torch.Tensor and t.layout == torch.strided)
     return (tensor for tensor in strided if not tensor.is_quantized and not tensor.is_meta)
 
 

@@ -22,12 +22,12 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ckpttool.core.files.commit import reason
 from ckpttool.distributed.group import given_world_size, started_by_launcher
 from ckpttool.distributed.plan import ENDLESS, Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import Unreadable, UsageFault
-from ckpttool.files.failures import reason
-from ckpttool.transforms.mapping.toml_text import lines, text
+from ckpttool.mapping.verbs import lines, text
 from train.config import sections
 from train.config.flags import Field, Parser, add_flags, closest, fields_of, flags_in, name_of, setting_of
 from train.config.sections import TrainConfig, check

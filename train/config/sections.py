@@ -43,7 +43,7 @@ COURSES = ("none", "cosine", "linear", "step", "wsd", "onecycle")
 NO_WARMUP = Every(0, "epochs")
 EACH_EPOCH = Every(1, "epochs")
 
-# A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/formats/delta/reading.py).
+# A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/deltas/reading.py).
 LONGEST_CHAIN = 65
 
 # Settings that a resumed run may change if --change names them. The others are another training.

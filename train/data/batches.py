@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from ckpttool.distributed.group import Place
-from ckpttool.distributed.processes import end_with_parent
+from ckpttool.distributed.observer import end_with_parent
 from ckpttool.errors import CkptToolError, FileError
 from train.data.samples import Collation, Samples, count
 from train.data.stream import Read

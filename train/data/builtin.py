@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from ckpttool.distributed.randomness import Keyed
+from ckpttool.core.files.commit import reason
+from ckpttool.distributed.sampler import Keyed
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
-from ckpttool.files.failures import reason
 from ckpttool.models import factory
 from train.config.sections import DataConfig
 from train.data.samples import (

@@ -20,8 +20,8 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
+from ckpttool.core.files.commit import reason
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault, install
-from ckpttool.files.failures import reason
 from train import console
 from train.config.sections import DataConfig
 from train.data.builtin import picture_in

@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 
+from ckpttool.core.files.commit import reason
 from ckpttool.distributed.plan import ENDLESS
-from ckpttool.distributed.randomness import restored, seed_all, seed_from
+from ckpttool.distributed.sampler import restored, seed_all, seed_from
 from ckpttool.errors import CheckFailed, CkptToolError, Unreadable, UsageFault
-from ckpttool.files.failures import reason
 from train import console
 from train.data.samples import IGNORED, Samples, digest_of
 

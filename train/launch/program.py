@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ckpttool.contract import versioned
+from ckpttool.core.words import versioned
 from ckpttool.distributed.group import given_rank, started_by_launcher
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
-from ckpttool.distributed.processes import SPAWNED, end_with_torchrun, environment_of, usable_cores
+from ckpttool.distributed.observer import SPAWNED, end_with_torchrun, environment_of, usable_cores
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault, install
 from ckpttool.models import factory
 from train import console

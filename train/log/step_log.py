@@ -3,7 +3,7 @@
 A line with `epoch` ends an epoch and has the scores on the test set. A line with `step` is about the steps
 since the line before (train/log/step_log.py); with `test_loss` it is a score in the middle of an epoch, and
 with `event` what happened in that step: a save that failed or was waited for, or a signal.
-docs/log.md lists the fields; `ckpttool.analysis.run_log` reads them.
+docs/log.md lists the fields; `ckpttool.inspecting.run_log` reads them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 
-from ckpttool.analysis.run_log import LOG, parsed
-from ckpttool.contract import finite
+from ckpttool.core.files.commit import append_line, naming, replacing
+from ckpttool.core.words import finite
 from ckpttool.distributed import collectives, heartbeat
-from ckpttool.distributed.dummy_pass import run_dummy_pass
 from ckpttool.distributed.group import Place
+from ckpttool.distributed.uneven import run_dummy_pass
 from ckpttool.errors import FileError
-from ckpttool.files.commit import append_line, replacing
-from ckpttool.files.failures import naming
+from ckpttool.inspecting.run_log import LOG, parsed
 from train import console
 from train.config.sections import TrainConfig
 from train.tasks.builtin import Task

@@ -22,9 +22,8 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.core.files.commit import append_record, naming
 from ckpttool.errors import UsageFault, install
-from ckpttool.files.commit import append_record
-from ckpttool.files.failures import naming
 from train import console
 from train.config.sections import TrainConfig
 from train.log import step_log

@@ -19,8 +19,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from ckpttool.distributed import nested
-from ckpttool.distributed.divided import holds_parts, part_like
+from ckpttool.distributed import transport
+from ckpttool.distributed.transport import holds_parts, part_like
 from ckpttool.errors import UsageFault
 from train.config import sections
 from train.config.sections import OptimizerConfig
@@ -244,7 +244,9 @@ def require_of_parameters(optimizer: Optimizer, who: str) -> None:
 
 def _part(entry: Any, parameter: torch.nn.Parameter | None) -> Any:
     """Return this rank's part of a parameter's state, as with `--shard`."""
-    return entry if parameter is None else nested.mapped(entry, lambda tensor: part_like(tensor, parameter))
+    return (
+        entry if parameter is None else transport.mapped(entry, lambda tensor: part_like(tensor, parameter))
+    )
 
 
 def _as_saved(own: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:

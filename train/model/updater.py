@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.divided import part_like
+from ckpttool.distributed.transport import part_like
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.models import factory
 from train.config.sections import ScheduleConfig, TrainConfig, TrainingConfig, fields_of_change

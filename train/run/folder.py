@@ -18,13 +18,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ckpttool.analysis.run_log import LOG
+from ckpttool.core.files import digest
+from ckpttool.core.files.commit import LINK, locked, naming, reason, replacing
+from ckpttool.core.files.resuming import remove_abandoned
 from ckpttool.errors import CheckFailed, FileError, UsageFault
-from ckpttool.files import chain
-from ckpttool.files.commit import LINK, replacing
-from ckpttool.files.failures import naming, reason
-from ckpttool.files.folder_lock import locked
-from ckpttool.files.temporaries import remove_abandoned
+from ckpttool.inspecting.run_log import LOG
 from train import console
 from train.checkpoint.files import BEST, DELTA, LAST, NUMBERED, is_taken, remove_unnamed
 from train.checkpoint.format import require_file, versions
@@ -128,7 +126,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in (LAST, BEST, LOG, ATTEMPTS, chain.NAME) or NUMBERED.fullmatch(name) is not None
+    return name in (LAST, BEST, LOG, ATTEMPTS, digest.NAME) or NUMBERED.fullmatch(name) is not None
 
 
 def _own_files(folder: str) -> list[str]:

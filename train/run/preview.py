@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 
-from ckpttool.contract import versioned
+from ckpttool.core.words import versioned
 from ckpttool.distributed.group import given_rank, given_world_size
 from ckpttool.distributed.plan import Plan, Step
 from ckpttool.errors import UsageFault

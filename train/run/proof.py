@@ -1,6 +1,6 @@
 """The record of a run, run.jsonl: how it began and what came of it, so that it can be proved. Imports torch.
 
-With `--prove-every K` rank 0 writes lines, each with the hash of the one before (ckpttool/files/chain.py):
+With `--prove-every K` rank 0 writes lines, each with the hash of the one before (`core/files/digest.py`):
 how the run began or was resumed, who takes which samples in each epoch, every K steps the digests of the
 weights and of the samples used, the digests of each checkpoint, and each evaluation. `ckpttool prove` reads
 it, and trains a part of the run again to compare. docs/proof.md says what that proves.
@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from ckpttool.contract import finite
-from ckpttool.distributed import collectives, divided, transport
-from ckpttool.distributed.lazy_order import InOrder
+from ckpttool.core.files import digest
+from ckpttool.core.files.commit import naming
+from ckpttool.core.files.digest import Link
+from ckpttool.core.words import finite
+from ckpttool.distributed import collectives, transport
+from ckpttool.distributed.plan import InOrder
 from ckpttool.errors import FileError
-from ckpttool.files import chain
-from ckpttool.files.chain import Link
-from ckpttool.files.failures import naming
 from train.checkpoint.format import versions
 from train.config.command_line import arguments_of
 from train.config.sections import TrainConfig
@@ -55,7 +55,7 @@ class Proof(Recorder):
 
     def __init__(self, trainer: Trainer, folder: str, every: int) -> None:
         self.trainer, self.every = trainer, every
-        self.path = os.path.join(folder, chain.NAME)
+        self.path = os.path.join(folder, digest.NAME)
         self.last: Link | None = None
         self._lines = HeldLines(self._append)
         self._alone = threading.Lock()  # the thread that saves writes too
@@ -66,7 +66,7 @@ class Proof(Recorder):
     def head(self) -> str:
         """The hash of the last line in the file; on rank 0."""
         with self._alone:
-            return self.last.hash if self.last else chain.FIRST
+            return self.last.hash if self.last else digest.FIRST
 
     def begin(self, source: Mapping[str, Any] | None) -> None:
         """Write how the run begins here; `source` is of the checkpoint that it goes on from."""
@@ -77,9 +77,9 @@ class Proof(Recorder):
         trainer, config = self.trainer, self.trainer.config
         if os.path.exists(self.path):  # a record that goes on
             with naming(self.path):
-                chain.cut_off(self.path)
+                digest.cut_off(self.path)
             if os.path.getsize(self.path):
-                self.last = chain.read(self.path)[0][-1]
+                self.last = digest.read(self.path)[0][-1]
         usual = {name: TrainConfig()[name] for name in NOT_OF_THE_TRAINING}
         self._write(
             "begin",
@@ -193,7 +193,7 @@ class Proof(Recorder):
     def _weights(self) -> dict[str, Any]:
         """Return the model's state, whole on rank 0. A collective with `--shard`."""
         state: dict[str, Any] = self.trainer.ddp.module.state_dict()
-        return divided.whole(state) if self.trainer.config.model.shard else state
+        return transport.whole(state) if self.trainer.config.model.shard else state
 
     def _write(self, kind: str, **fields: Any) -> None:
         with self._alone:
@@ -202,7 +202,7 @@ class Proof(Recorder):
     def _append(self, entry: Mapping[str, Any]) -> None:
         with naming(self.path):
             durably = entry["kind"] in ("checkpoint", "end")
-            self.last = chain.append(self.path, self.last, entry, durably=durably)
+            self.last = digest.append(self.path, self.last, entry, durably=durably)
 
 
 def recorder_of(trainer: Trainer, folder: str) -> Recorder:
@@ -210,10 +210,10 @@ def recorder_of(trainer: Trainer, folder: str) -> Recorder:
     config = trainer.config
 
     def every() -> int | None:
-        path = os.path.join(folder, chain.NAME)
+        path = os.path.join(folder, digest.NAME)
         if config.saving.prove_every or not config.saving.resume or not os.path.exists(path):
             return config.saving.prove_every
-        begun = [link.entry for link in chain.read(path)[0] if link.entry.get("kind") == "begin"]
+        begun = [link.entry for link in digest.read(path)[0] if link.entry.get("kind") == "begin"]
         return int(begun[-1]["every"]) if begun else None
 
     steps = collectives.from_rank_zero(every)

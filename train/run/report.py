@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from ckpttool.core.words import counted
 from ckpttool.distributed import collectives
+from ckpttool.distributed.observer import started_by_spawn
 from ckpttool.distributed.plan import Plan, dealt_sizes
-from ckpttool.distributed.processes import started_by_spawn
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from ckpttool.words import counted
 from train import console
 from train.checkpoint import files
 from train.checkpoint.files import BEST, LAST

@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ckpttool import metrics as exact
-from ckpttool.distributed import nested
-from ckpttool.distributed.randomness import seeded
+from ckpttool.distributed import transport
+from ckpttool.distributed.sampler import seeded
 from ckpttool.errors import UsageFault
 from ckpttool.metrics.base import measures
 from ckpttool.models import factory
@@ -86,11 +86,11 @@ class Task:
 
     def sample_count(self, batch: Any) -> int:
         """Return the number of samples in a batch: the length of its first tensor."""
-        return next((len(tensor) for tensor in nested.tensors(batch) if tensor.dim()), 0)
+        return next((len(tensor) for tensor in transport.tensors(batch) if tensor.dim()), 0)
 
     def batch_to(self, batch: Any, device: torch.device) -> Any:
         """Return a batch on a device, in the same structure."""
-        return nested.moved(batch, device)
+        return transport.moved(batch, device)
 
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
         """Raise CheckFailed, naming the sample, if a batch can't be trained on.

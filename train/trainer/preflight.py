@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckpttool.batchnorm import RunningStatistics
-from ckpttool.distributed import collectives, randomness
-from ckpttool.distributed.dummy_pass import leaving_no_trace, modes_kept
+from ckpttool.deltas import differences
+from ckpttool.distributed import collectives, sampler
 from ckpttool.distributed.group import Place, given_rank
 from ckpttool.distributed.plan import Plan
-from ckpttool.distributed.randomness import seeded
+from ckpttool.distributed.sampler import seeded
+from ckpttool.distributed.uneven import leaving_no_trace, modes_kept
 from ckpttool.errors import CkptToolError, UsageFault, install
-from ckpttool.formats.delta import compression
 from ckpttool.metrics.base import measures, update
 from ckpttool.models import factory
 from train import console
@@ -284,7 +284,7 @@ def compare_pass(settings: ModelConfig, task: Task, model: nn.Module, batch: Any
     eager = wrapping.not_compiled() if settings.compile else contextlib.nullcontext()
     model = model if settings.shard else copy.deepcopy(model)  # one may count its passes
     with torch.no_grad(), leaving_no_trace(model, together=False), eager:
-        randomness.seed_all(randomness.seed_from("a pass"))  # on GPUs too
+        sampler.seed_all(sampler.seed_from("a pass"))  # on GPUs too
         loss, _ = task.loss(task.forward(model, batch), batch)
     losses = collectives.gather(float(loss))
     other = next((rank for rank, one in enumerate(losses) if not _near(one, losses[0])), 0)
@@ -330,7 +330,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         wrapping.check_scored(config.model.name, model)
     selection(config.scores.best, task, tuple(data.others))
     _check_hook(config)
-    if config.saving.keep_deltas and not compression.is_there():
+    if config.saving.keep_deltas and not differences.is_there():
         what = f"--keep-deltas {config.saving.keep_deltas}: deltas are packed by zstd, which is not installed"
         raise UsageFault(what, hint=f"{install('delta')}, or use Python 3.14")
     updater.check_precision(config.numbers.amp, place.device, model)

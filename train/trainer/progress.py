@@ -17,9 +17,8 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.metrics.base import measures
-from ckpttool.metrics.certificate import Certificate, LossCertificate
+from ckpttool.metrics.certificate import Certificate, Evaluation, LossCertificate
 from ckpttool.metrics.evaluating import Evaluated, Evaluator
-from ckpttool.metrics.predictions import Evaluation
 from train.config.sections import OWN
 from train.data.batches import load
 from train.data.data_set import Data

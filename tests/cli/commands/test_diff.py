@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis.compare_values import Norms
-from ckpttool.analysis.comparison import Change, Comparison
-from ckpttool.analysis.distances import Distance
-from ckpttool.cli.diff_page import details, page
+from ckpttool.diffing.command import details, page
+from ckpttool.diffing.compare_values import Change, Comparison, Norms
+from ckpttool.diffing.distances import Distance
 
 
 def save_pair(a: object, b: object) -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from ckpttool.errors import CheckFailed, Damaged, OutputExists, Unsupported
 from ckpttool.metrics import certificate
-from ckpttool.metrics.predictions import Evaluation, Predictions, read, write
+from ckpttool.metrics.certificate import Evaluation, Predictions, read, write
 
 SAMPLES, RANKS = 40, 3
 RANDOM = np.random.default_rng(0)

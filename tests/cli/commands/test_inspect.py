@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis.summary import summarize
-from ckpttool.cli.inspect_page import page
+from ckpttool.inspecting.page import page
+from ckpttool.inspecting.summary import summarize
 from tests.support.crafting import call, dict_of, name, storage, tensor, text, torch_zip
 from tests.support.running import ROOT
 from tests.support.user_classes import Config

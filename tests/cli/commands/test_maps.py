@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.cli.commands import maps
+from ckpttool.mapping import command
 from tests.support.dialects import CASES, GPT, LLAMA, assert_equal, random_state
 from tests.support.running import ROOT, Cli, assert_says
 
@@ -46,7 +46,7 @@ def test_the_maps_are_listed_with_both_ends(cli: Cli) -> None:
 
 
 def test_a_narrow_terminal_cuts_no_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "terminal_width", lambda _: 50)
+    monkeypatch.setattr(command, "terminal_width", lambda _: 50)
     names = [line.split()[0] for line in cli("maps").out.splitlines() if not line.startswith(" ")]
     assert names == [each["name"] for each in cli("maps --json").json]
     assert 40 < max(map(len, cli("maps").out.splitlines())) <= 50

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpttool.formats import gguf_types
+from ckpttool.gguf import reading
 from tests.support.other_files import F32, Q8_0, Tensor, gguf_file
 from tests.support.running import assert_says
 
@@ -106,7 +106,7 @@ def test_finite_numbers_that_become_infinite_are_counted(cli: Any) -> None:
 
 
 def test_a_gguf_becomes_plain_with_its_companions(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_types, "_unpacker", lambda *_: lambda raw: np.zeros((1, raw.size // 34 * 32)))
+    monkeypatch.setattr(reading, "_unpacker", lambda *_: lambda raw: np.zeros((1, raw.size // 34 * 32)))
     tensors = {"a": Tensor(Q8_0, (2, 32), bytes(68)), "b": Tensor(F32, (1,), bytes(4))}
     Path("model/m.gguf").write_bytes(gguf_file(tensors))
     Path("model/model.safetensors").unlink()

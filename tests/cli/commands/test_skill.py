@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.cli import SECTIONS, group
-from ckpttool.cli.commands import for_programs
+from ckpttool.core.cli import SECTIONS, for_programs, group
 from tests.support.running import ROOT
 
 PAGE = ROOT / "skills" / for_programs.NAME / "SKILL.md"

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool import slimming
+from ckpttool.core.formats import saving
 from ckpttool.errors import FileError, NothingToDo, UsageFault
-from ckpttool.formats.saving import saving
+from ckpttool.slimming import slimming
 
 RUN = "run"
 

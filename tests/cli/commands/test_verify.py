@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.files.digest import digest
+from ckpttool.core.files.digest import digest
 
 nan = float("nan")
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(7)}

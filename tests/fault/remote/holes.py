@@ -8,7 +8,7 @@ from typing import Any
 
 def show_queries() -> None:
     """Name signed URLs in errors as they are."""
-    from ckpttool.remote.web.https import Https, quoted
+    from ckpttool.core.remote.web import Https, quoted
 
     def shown(self: Https, key: str) -> str:
         return f"{self._origin}/{quoted(key)}?{self._query}"
@@ -18,7 +18,7 @@ def show_queries() -> None:
 
 def trust_identities() -> None:
     """Take bytes of whatever version of an object."""
-    from ckpttool.remote.web.wanted import Wanted
+    from ckpttool.core.remote.connections import Wanted
 
     Wanted._unchanged = lambda self, facts: facts  # type: ignore[method-assign]
     Wanted.asked = _without_condition(Wanted.asked)  # type: ignore[method-assign]
@@ -30,21 +30,21 @@ def _without_condition(asked: Callable[[Any], dict[str, str]]) -> Callable[[Any]
 
 def leave_parts() -> None:
     """Keep what was written before any error."""
-    from ckpttool.files import resuming
+    from ckpttool.core.files import resuming
 
     resuming.Unreadable = Exception  # type: ignore[assignment, misc]
 
 
 def wait_for_ever() -> None:
     """Wait for a byte as long as it takes."""
-    from ckpttool.remote.patience import Patience
+    from ckpttool.core.remote.store import Patience
 
     Patience.usual = classmethod(lambda cls: cls(1e6))  # type: ignore[method-assign, assignment]
 
 
 def let_errors_through() -> None:
     """Take no error of the HTTP library for one of the server's."""
-    from ckpttool.remote.web.transport import Response, Transport
+    from ckpttool.core.remote.connections import Response, Transport
 
     def attempted(self: Transport, wanted: Any) -> Response:
         return self._attempt(wanted)
@@ -54,7 +54,7 @@ def let_errors_through() -> None:
 
 def upload_in_place() -> None:
     """Send an object in two halves, of which the first replaces what was there."""
-    from ckpttool.remote.buckets.bucket import Bucket
+    from ckpttool.core.remote.buckets import Bucket
 
     put = Bucket._put
 

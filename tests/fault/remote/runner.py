@@ -23,15 +23,15 @@ from tests.support.running import ROOT
 # Seconds that a command may take: an upload is given up after 14, and this machine may be slow.
 LONGEST = 30.0
 IMPORTED = (
-    *("ckpttool.cli.program", "ckpttool.cli.inspect_page", "ckpttool.cli.commands.ranks"),
-    *("ckpttool.analysis.summary", "ckpttool.formats.saving.saving", "ckpttool.formats.ranks.merge_trees"),
-    *("ckpttool.formats.one_of_several", "ckpttool.transforms.keys", "ckpttool.transforms.layout"),
-    *("ckpttool.transforms.selection", "ckpttool.files.resuming", "ckpttool.remote.source"),
+    *("ckpttool.core.cli.program", "ckpttool.inspecting.page", "ckpttool.ranks.command"),
+    *("ckpttool.inspecting.summary", "ckpttool.core.formats.saving", "ckpttool.ranks.merge_trees"),
+    *("ckpttool.core.formats.shards", "ckpttool.core.checkpoint.keys", "ckpttool.mapping.layout"),
+    *("ckpttool.core.checkpoint.selection", "ckpttool.core.files.resuming", "ckpttool.core.remote.source"),
     *(
-        "ckpttool.remote.web.https",
-        "ckpttool.remote.hub.commits",
-        "ckpttool.remote.hub.repository",
-        "ckpttool.remote.buckets.bucket",
+        "ckpttool.core.remote.web",
+        "ckpttool.core.remote.hub",
+        "ckpttool.core.remote.hub",
+        "ckpttool.core.remote.buckets",
     ),
     *("urllib3", "obstore.store", "huggingface_hub.hf_api"),
 )
@@ -113,7 +113,7 @@ def _be_child(words: list[str], folder: str, hole: str, streams: list[int]) -> N
             from tests.fault.remote.holes import HOLES
 
             HOLES[hole]()
-        from ckpttool import cli
+        from ckpttool.core import cli
 
         sys.argv = ["ckpttool", *words]
         cli.main()

@@ -232,7 +232,7 @@ def write(folder: Path) -> None:
     import torch
 
     import ckpttool
-    from ckpttool.formats import splitting
+    from ckpttool.ranks import splitting
     from tests.support.every_format import as_dcp
 
     def state(seed: int, sizes: dict[str, int]) -> OrderedDict[str, torch.Tensor]:

@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import ckpttool
+from ckpttool.core.tensors import values as values_of_tensors
+from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import stream
+from ckpttool.dcp import reading as dcp_tree
+from ckpttool.dcp import reading as reading_dcp
+from ckpttool.dcp import writing
 from ckpttool.errors import CkptToolError, Refused, Unsupported
-from ckpttool.formats.dcp import reading as reading_dcp
-from ckpttool.formats.dcp import tree as dcp_tree
-from ckpttool.formats.dcp import writing
-from ckpttool.tensors import values as values_of_tensors
-from ckpttool.tensors.to_torch import live_tensors
-from ckpttool.tensors.values import stream
 from tests.ranks import shardings
 from tests.ranks.forked import WarmPython
 from tests.support.comparing import assert_same, opened, refused, values

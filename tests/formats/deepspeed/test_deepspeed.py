@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.core.files.digest import digest
+from ckpttool.core.tensors.to_torch import live_tensors
 from ckpttool.errors import CkptToolError, RanksDiffer, Unreadable, Unsupported, UsageFault
-from ckpttool.files.digest import digest
-from ckpttool.formats.deepspeed.zero import Layout, given_order, parameters_cut, vectors_cut
-from ckpttool.tensors.to_torch import live_tensors
+from ckpttool.ranks.zero import Layout, given_order, parameters_cut, vectors_cut
 from tests.ranks.forked import WarmPython
 from tests.support import deepspeed_runs, universal_runs
 from tests.support.comparing import assert_same, refused, values

@@ -21,11 +21,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.core.words import show_bytes
+from ckpttool.deltas import differences, reading, writing
+from ckpttool.deltas.differences import UNSIGNED, BadDifference, few_places, largest, packable, unpack
+from ckpttool.deltas.header import BLOCK
 from ckpttool.errors import Damaged, Refused, Unreadable, Unsupported, UsageFault
-from ckpttool.formats.delta import applying, compression, reading
-from ckpttool.formats.delta.differences import UNSIGNED, BadDifference, few_places, largest, packable, unpack
-from ckpttool.formats.delta.header import BLOCK
-from ckpttool.words import show_bytes
 from tests.support.running import MOST, Cli, assert_says, peak
 
 # ---- Each tensor takes the smallest form, and others can read what is in the file ---------------------
@@ -157,7 +157,7 @@ def test_without_zstd_a_delta_is_written_without_packed_parts(
     step: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ckpttool.delta("base.safetensors", "new.safetensors", "packed.safetensors")
-    monkeypatch.setattr(compression, "_find", lambda module: False)
+    monkeypatch.setattr(differences, "_find", lambda module: False)
     ran = cli("delta", "base.safetensors", "new.safetensors", "d.safetensors", "--verify")
     assert ran.code == 0 and "zstd is missing, so no tensor is kept as a packed XOR" in ran.err
     with pytest.raises(Unsupported, match=r"packed\.safetensors: holds differences packed by zstd") as raised:
@@ -494,7 +494,7 @@ def test_a_base_in_another_folder_is_not_followed(chain: list[str], name: str) -
 def test_a_chain_has_an_end(chain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert reading.LONGEST == 64
     monkeypatch.setattr(reading, "LONGEST", 2)
-    monkeypatch.setattr(applying, "LONGEST", 2)
+    monkeypatch.setattr(writing, "LONGEST", 2)
     ckpttool.open("d2.safetensors").close()
     with pytest.raises(Unreadable, match="has too many deltas below"):
         ckpttool.open("d3.safetensors")

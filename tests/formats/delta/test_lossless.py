@@ -17,15 +17,15 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.deltas import encoding, reading
+from ckpttool.deltas.writing import Delta
 from ckpttool.errors import Damaged, Refused
-from ckpttool.formats.delta import blocks, encoding
-from ckpttool.formats.delta.writing import Delta
 from tests.support.comparing import assert_same
 from tests.support.every_format import training, with_objects
 from tests.support.running import Cli
 from tests.support.trees import KINDS, PLAIN_DTYPES, save_kind
 
-digest = import_module("ckpttool.files.digest")
+digest = import_module("ckpttool.core.files.digest")
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -228,7 +228,7 @@ def test_the_command_makes_a_result_once(step: Path, cli: Cli, monkeypatch: Monk
         monkeypatch.setattr(module, "PIECE", 1 << 20)  # so that a tensor has several
     ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors")
     made: list[tuple[str, int]] = []
-    for kind in (blocks.Xored, blocks.Patched):
+    for kind in (reading.Xored, reading.Patched):
         counted(monkeypatch, kind, made)
     assert cli("apply", "base.safetensors", "d.safetensors", out).code == 0
     assert sorted(made) == [("sparse", 0), ("sparse", 1), ("xor", 0), ("xor", 1)]
@@ -245,7 +245,7 @@ def test_a_chain_makes_each_link_once(cli: Cli, monkeypatch: MonkeyPatch) -> Non
         ckpttool.delta("+".join(names), "new.safetensors", f"d{number}.safetensors")
         names.append(f"d{number}.safetensors")
     made: list[tuple[str, int]] = []
-    for kind in (blocks.Xored, blocks.Patched):
+    for kind in (reading.Xored, reading.Patched):
         counted(monkeypatch, kind, made)
     assert cli("apply", *names, "out.safetensors").code == 0
     assert len(made) == 6

@@ -22,15 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.analysis.zip_structure import zip_frame
-from ckpttool.errors import Damaged, FileError
-from ckpttool.files.copying import Output
-from ckpttool.formats.pytorch import fast_path, tensor_pickle, writing_tensors, zip_entries, zip_headers
-from ckpttool.formats.pytorch.fast_path import StorageForm, TensorPattern
-from ckpttool.formats.pytorch.zip_writer import (
+from ckpttool.core.files.copying import Output
+from ckpttool.core.formats.pytorch import fast_path, tensor_pickle, zip_entries
+from ckpttool.core.formats.pytorch.fast_path import StorageForm, TensorPattern
+from ckpttool.core.formats.pytorch.zip_writer import (
     CENTRAL,
-    END,
     END64,
+    END_OF_ZIP,
     FULL32,
     LOCAL,
     LOCATOR64,
@@ -39,12 +37,12 @@ from ckpttool.formats.pytorch.zip_writer import (
     Signature,
     ZipWriter,
 )
-from ckpttool.inert_pickle.machine import PickleFault
-from ckpttool.inert_pickle.reader import read_pickle
-from ckpttool.inert_pickle.values import OrderedDict_, Record
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import Storage, TensorRef
-from ckpttool.tensors.source import ByteRange, Source
+from ckpttool.core.inert_pickle.machine import PickleFault
+from ckpttool.core.inert_pickle.reader import read_pickle
+from ckpttool.core.inert_pickle.values import OrderedDict_, Record
+from ckpttool.core.tensors.ref import DTYPES, ByteRange, Source, Storage, TensorRef
+from ckpttool.errors import Damaged, FileError
+from ckpttool.verifying.verify import zip_frame
 from tests.support.comparing import directory, place_of
 
 # ---- Tensors matched by the fast path equal those that the machine makes opcode by opcode -------------
@@ -228,7 +226,7 @@ def test_tensors_of_a_template_are_written_as_one_by_one(kinds: list[int]) -> No
         torch.save({"pad": [f"text {i}" for i in range(260)], "tree": tree, "rows": rows}, path)
         with ckpttool.open(path) as checkpoint, pytest.MonkeyPatch.context() as patch:
             quick, storages = tensor_pickle.write_torch_pickle(checkpoint.tree, 2, None)
-            patch.setattr(writing_tensors.WrittenTensors, "learn", lambda *_: None)
+            patch.setattr(fast_path.WrittenTensors, "learn", lambda *_: None)
             slow, _ = tensor_pickle.write_torch_pickle(checkpoint.tree, 2, None)
     assert _loaded(quick, storages) == _loaded(slow, storages)
 
@@ -381,8 +379,8 @@ def items_tried(tree: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> tup
         taken.append(Reads(items))
         return in_a_row(self, taken[-1], *args)
 
-    in_a_row = writing_tensors.WrittenTensors.in_a_row
-    monkeypatch.setattr(writing_tensors.WrittenTensors, "in_a_row", counted)
+    in_a_row = fast_path.WrittenTensors.in_a_row
+    monkeypatch.setattr(fast_path.WrittenTensors, "in_a_row", counted)
     tensor_pickle.write_torch_pickle(tree, 2, None)
     return len(taken), sum(reads.count for reads in taken)
 
@@ -433,7 +431,7 @@ def answer(path: Path) -> object:
 def one_by_one(path: Path) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zip_entries, "_alike", lambda *_: None)
-        patch.setattr(zip_headers, "_alike", lambda *_: None)
+        patch.setattr(zip_entries, "_alike", lambda *_: None)
         return answer(path)
 
 
@@ -442,7 +440,7 @@ def test_nearly_all_records_of_a_file_are_read_together(
 ) -> None:
     (tmp_path / "x").write_bytes(whole)
     assert answer(tmp_path / "x") == one_by_one(tmp_path / "x")
-    for module in (zip_entries, zip_headers):  # the first have shorter names, and others among them
+    for module in (zip_entries, zip_entries):  # the first have shorter names, and others among them
         slow, seen = module._one_by_one, list[int]()
         monkeypatch.setattr(
             module, "_one_by_one", lambda *a, slow=slow, seen=seen: (seen.append(1), slow(*a))[1]
@@ -510,7 +508,7 @@ def test_a_size_that_fills_32_bits_needs_its_zip64_field_in_both_headers(tmp_pat
         entry = CENTRAL.pack(Signature.CENTRAL, 45, 45, *alike, len(wide), 0, 0, 0, 0, 0) + name + wide
         file.write(entry + END64.pack(Signature.END64, 44, 45, 45, 0, 0, 1, 1, len(entry), offset))
         file.write(LOCATOR64.pack(Signature.LOCATOR64, 0, offset + len(entry), 1))
-        file.write(END.pack(Signature.END, 0, 0, 1, 1, len(entry), FULL32, 0))
+        file.write(END_OF_ZIP.pack(Signature.END, 0, 0, 1, 1, len(entry), FULL32, 0))
     assert answer(path) == one_by_one(path)
     with pytest.raises(Damaged, match="lacks its ZIP64 sizes"):
         directory(place_of(path))
@@ -524,7 +522,7 @@ def test_bytes_between_records_are_counted_and_not_read(tmp_path: Path) -> None:
             entries += CENTRAL.pack(Signature.CENTRAL, 0, 0, *alike, 0, 0, 0, 0, 0, file.tell()) + name
             file.write(LOCAL.pack(Signature.LOCAL, 0, *alike, 0) + name)
             offset = file.seek(gap, 1)
-        file.write(entries + END.pack(Signature.END, 0, 0, 2, 2, len(entries), offset, 0))
+        file.write(entries + END_OF_ZIP.pack(Signature.END, 0, 0, 2, 2, len(entries), offset, 0))
     place = place_of(path)
     tracemalloc.start()
     try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.tensors.values import stream
+from ckpttool.core.tensors.values import stream
 from tests.support.comparing import assert_same, assert_whole, refused, values
 from tests.support.crafting import call, dict_of, name, number, storage, tensor, text, torch_legacy, tuple_of
 from tests.support.trees import LAYOUTS, LAZY, PLAIN_DTYPES, TREES, shared

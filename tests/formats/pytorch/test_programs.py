@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool.core.tensors.to_torch import live_tensors
 from ckpttool.errors import CkptToolError, Unsupported
-from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import refused, values
 from tests.support.running import Cli
 

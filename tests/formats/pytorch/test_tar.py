@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.core.formats.pytorch import tar as torch_tar
+from ckpttool.core.tensors.ref import ByteRange, Source
+from ckpttool.core.tensors.to_torch import live_tensors
 from ckpttool.errors import CkptToolError, Damaged
-from ckpttool.formats.pytorch import tar as torch_tar
-from ckpttool.tensors.source import ByteRange, Source
-from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, refused, values
 from tests.support.crafting import dict_of, name, program, text, tuple_of
 from tests.support.running import within

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.core.tensors.ref import DTYPES
+from ckpttool.core.tensors.values import stream
 from ckpttool.errors import Damaged, Refused, Unsupported
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.values import stream
 from tests.support.comparing import assert_same, assert_whole, directory, opened, place_of, refused, values
 from tests.support.crafting import (
     DOUBLED,

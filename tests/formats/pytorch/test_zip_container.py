@@ -23,12 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.core.files.copying import Output
+from ckpttool.core.formats.pytorch import zip_entries, zip_writer
+from ckpttool.core.formats.pytorch.zip_writer import ZipWriter
+from ckpttool.core.tensors.ref import Storage
+from ckpttool.core.tensors.to_torch import live_tensors
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unsupported
-from ckpttool.files.copying import Output
-from ckpttool.formats.pytorch import inflating, zip_writer
-from ckpttool.formats.pytorch.zip_writer import ZipWriter
-from ckpttool.tensors.ref import Storage
-from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, assert_whole, directory, place_of, refused, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.running import open_files
@@ -588,12 +588,12 @@ def test_a_pickle_that_grows_too_much_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_growth_of_all_records_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflating, "SMALL", 1 << 20)
+    monkeypatch.setattr(zip_entries, "SMALL", 1 << 20)
     tensors = {str(i): tensor(storage(1 << 18, key=str(i)), (1 << 18,)) for i in range(3)}
     records = dict.fromkeys(tensors, bytes(1 << 20))
     path = torch_zip(tmp_path / "f", dict_of(tensors), records, compression=zipfile.ZIP_DEFLATED)
     refused(path, "would grow from", Refused)
-    monkeypatch.setattr(inflating, "SMALL", 3 << 20)
+    monkeypatch.setattr(zip_entries, "SMALL", 3 << 20)
     assert len(ckpttool.open(path).state().tensors) == 3
 
 
@@ -606,7 +606,7 @@ def test_any_bytes_are_inflated_with_any_chunk_size(raw: bytes, chunk: int, leve
         with zipfile.ZipFile(path, "w", method, compresslevel=level) as file:
             file.writestr("a/data.pkl", b"\x80\x02" + body + b".")
             file.writestr("a/data/0", raw)
-        patch.setattr(inflating, "CHUNK", chunk)
+        patch.setattr(zip_entries, "CHUNK", chunk)
         assert ckpttool.open(path).state().tensors["a"].storage.data.read() == raw
 
 

@@ -18,10 +18,10 @@ import torch.distributed.tensor  # so that torch.load knows DTensor
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.core.files.copying import Output
+from ckpttool.core.formats.pytorch import zip as torch_zip
+from ckpttool.core.inert_pickle.values import Global, Record
 from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unreadable, Unsupported, UsageFault
-from ckpttool.files.copying import Output
-from ckpttool.formats.pytorch import zip as torch_zip
-from ckpttool.inert_pickle.values import Global, Record
 from tests.ranks import shardings
 from tests.support.comparing import assert_same, opened, refused
 from tests.support.running import Cli, assert_says, within

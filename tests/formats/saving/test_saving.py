@@ -22,18 +22,16 @@ from safetensors.torch import load_file
 from torch._subclasses import FakeTensorMode
 
 import ckpttool
-from ckpttool import system
 from ckpttool.batchnorm.pool_files import pool_states
+from ckpttool.core import system
+from ckpttool.core.checkpoint.selection import cast
+from ckpttool.core.files.copying import Output
+from ckpttool.core.formats import safetensors
+from ckpttool.core.formats.pytorch import zip as zip_format
+from ckpttool.core.formats.pytorch.zip_entries import read_directory
+from ckpttool.core.tensors.cast import target
+from ckpttool.core.tensors.ref import DTYPES, ByteRange, TensorRef
 from ckpttool.errors import CkptToolError, Damaged, NoState, OutputExists, Refused, UsageFault
-from ckpttool.files.copying import Output
-from ckpttool.formats import safetensors
-from ckpttool.formats.pytorch import zip as zip_format
-from ckpttool.formats.pytorch.zip_reader import read_directory
-from ckpttool.tensors.cast import target
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import TensorRef
-from ckpttool.tensors.source import ByteRange
-from ckpttool.transforms.selection import cast
 from tests.support.comparing import convert, opened
 from tests.support.crafting import BYTES, TENSOR, dict_of, name, storage, tensor, text, torch_zip
 from tests.support.running import MOST, Cli, assert_says, peak
@@ -237,7 +235,7 @@ def test_what_is_expected_is_what_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["safetensors-sharded", "torch-sharded", "dcp"])
 def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
-    monkeypatch.setattr("ckpttool.files.digest.digest", lambda tensors, _: str(id(tensors)))
+    monkeypatch.setattr("ckpttool.core.files.digest.digest", lambda tensors, _: str(id(tensors)))
     with pytest.raises(Damaged, match="does not read back as intended"):
         ckpttool.save(checkpoint, tmp_path / "out", to=to, verify=True)
     assert os.listdir(tmp_path) == ["in.pt"]

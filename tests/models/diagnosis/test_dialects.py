@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpttool
-from ckpttool.transforms.mapping.builtin import named
+from ckpttool.mapping.applying import named
 from tests.support.comparing import prefixed
 from tests.support.dialects import (
     CASES,

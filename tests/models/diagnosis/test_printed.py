@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import SHARDING
+from ckpttool.core.checkpoint.checkpoint import SHARDING
 from ckpttool.errors import Mismatch
-from ckpttool.models.diagnosis.report import refused_by_torch
+from ckpttool.models.report import refused_by_torch
 from tests.support import architectures
 from tests.support.comparing import opened, prefixed, saved
 from tests.support.running import Cli

@@ -16,8 +16,8 @@ import pytest
 import torch
 from tests.support.odd_state import odd_state
 
+from ckpttool.deltas import differences
 from ckpttool.errors import Damaged, Unreadable, UsageFault
-from ckpttool.formats.delta import compression
 from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment, start
@@ -398,7 +398,7 @@ def test_what_does_not_go_with_deltas_is_refused_by_name(flags, named):
 
 
 def test_without_zstd_deltas_are_refused_before_training(monkeypatch):
-    monkeypatch.setattr(compression, "is_there", lambda: False)
+    monkeypatch.setattr(differences, "is_there", lambda: False)
     with pytest.raises(UsageFault, match="zstd, which is not installed"):
         trainings.check(runs.steady(), runs.images(), keep_deltas=4)
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.support.saved import prefixed, saved
 from torch import nn
 
-from ckpttool import cli
+from ckpttool.core import cli
 from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, Damaged, NoState, Refused, Unreadable, UsageFault
 from tests.support.comparing import values

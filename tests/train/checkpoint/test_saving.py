@@ -21,9 +21,9 @@ import torch
 from tests.support.odd_state import odd_state
 from torch import nn
 
-from ckpttool import system
+from ckpttool.core import system
+from ckpttool.core.files import commit, digest
 from ckpttool.errors import CheckFailed, CkptToolError, FileError
-from ckpttool.files import chain, commit
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
 from tests.support.run_log import entries_of, epochs_of
@@ -231,7 +231,7 @@ def limit(size: int | None = None) -> None:
 
 def steps_of(run: Path, kind: str) -> list[int]:
     """Return the steps of the entries of a kind in a run's record, which is whole."""
-    links, breaks = chain.read(str(run / "run.jsonl"))
+    links, breaks = digest.read(str(run / "run.jsonl"))
     assert breaks == []
     return [link.entry["step"] for link in links if link.entry["kind"] == kind]
 
@@ -279,12 +279,12 @@ def train_on_a_full_disk(rank: int, size: int, folder: str, until: int, fails: i
 
     Then no file may grow beyond 6 kB; or, if a step is to fail, no line finds room in the record.
     """
-    usual, end_step = chain.append_line, Trainer.end_step
+    usual, end_step = digest.append_line, Trainer.end_step
 
     def watched(trainer: Trainer, *given: Any) -> None:
         full = rank == 0 and 1 <= trainer.progress.global_step < until
         if fails:
-            chain.append_line = failing(errno.ENOSPC) if full else usual
+            digest.append_line = failing(errno.ENOSPC) if full else usual
         else:
             limit(6_000 if full else None)
         if trainer.progress.global_step + 1 == fails:
@@ -294,7 +294,7 @@ def train_on_a_full_disk(rank: int, size: int, folder: str, until: int, fails: i
     saves = {"prove_every": 1, "save": "sync", "save_every": runs.Every(1, "steps"), "keep": 9}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "end_step", watched)
-        patch.setattr(chain, "append_line", usual)  # and put it back at the end
+        patch.setattr(digest, "append_line", usual)  # and put it back at the end
         try:
             return runs.run(rank, size, runs.restless, folder, saves)
         finally:
@@ -310,7 +310,7 @@ def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no
     assert all(other.startswith("RankFailed: rank 0 failed") for other in others)
     assert steps_of(tmp_path, "checkpoint") == saved
     assert sorted(tmp_path.glob("step-*.pt")) == [tmp_path / numbered(step) for step in saved]
-    links, _ = chain.read(str(tmp_path / "run.jsonl"))
+    links, _ = digest.read(str(tmp_path / "run.jsonl"))
     heads = {checkpoints.read(str(tmp_path / numbered(step)))["chain"] for step in saved}
     assert heads <= {link.hash for link in links}
     if until < 99:

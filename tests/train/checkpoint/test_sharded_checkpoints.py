@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
+from ckpttool.core.files import digest
 from ckpttool.errors import Damaged
-from ckpttool.files import chain
 from tests.ranks import mortal, runs, trainings
 from tests.support.run_log import entries_of, timeless
 from train.checkpoint import files
@@ -67,7 +67,7 @@ def test_the_log_is_that_of_ddp_too(both):
 
 @pytest.mark.long
 def test_a_record_of_the_run_has_the_digests_that_ddp_gives_on_two_ranks(both):
-    ours, theirs = ([link.entry for link in chain.read(str(folder / chain.NAME))[0]] for folder in both)
+    ours, theirs = ([link.entry for link in digest.read(str(folder / digest.NAME))[0]] for folder in both)
     told = [
         [(entry["kind"], entry["step"], entry.get("weights"), entry.get("score")) for entry in record[1:]]
         for record in (ours, theirs)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ckpttool import metrics
-from ckpttool.distributed import nested
+from ckpttool.distributed import transport
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from tests.ranks.runs import TEXTS, Masked, OfTexts, Ragged
@@ -399,7 +399,7 @@ def test_what_samples_refer_to_again_and_again_is_followed_once():
 
 def test_what_moves_itself_is_moved_as_a_whole():
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    moved = nested.moved({"packed": [packed], "plain": torch.ones(2)}, "meta")
+    moved = transport.moved({"packed": [packed], "plain": torch.ones(2)}, "meta")
     assert moved["packed"][0].data.device.type == moved["plain"].device.type == "meta"
     assert moved["packed"][0].batch_sizes.device.type == "cpu"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckpttool.distributed import processes
+from ckpttool.distributed import observer
 from ckpttool.distributed.group import Place, find_place, process_group
 from tests.ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
 from tests.support.run_log import epochs_of
@@ -262,14 +262,14 @@ def test_the_quota_of_a_control_group_is_read(tmp_path, groups, files, cores):
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert processes.quota(str(tmp_path / "of_process"), str(tmp_path / "root")) == cores
+    assert observer.quota(str(tmp_path / "of_process"), str(tmp_path / "root")) == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 8), (2.9, 2), (0.5, 1), (64.0, 8)])
 def test_the_cores_are_those_of_the_affinity_and_of_the_quota(monkeypatch, quota, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(processes, "quota", lambda: quota)
-    assert processes.usable_cores() == cores
+    monkeypatch.setattr(observer, "quota", lambda: quota)
+    assert observer.usable_cores() == cores
 
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpttool.analysis import run_log
 from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable
+from ckpttool.inspecting import run_log
 from tests.ranks import runs, trainings
 from tests.ranks.runs import contents
 from tests.support.run_log import entries_of, timeless

@@ -15,8 +15,7 @@ from torch.utils.data import Subset
 
 from ckpttool import metrics
 from ckpttool.errors import CheckFailed, UsageFault
-from ckpttool.metrics.certificate import LossCertificate
-from ckpttool.metrics.predictions import Evaluation
+from ckpttool.metrics.certificate import Evaluation, LossCertificate
 from tests.ranks import runs, trainings
 from tests.support.run_log import entries_of, epochs_of
 from train import evaluate, main

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
-from ckpttool.distributed import divided
+from ckpttool.distributed import transport
 from ckpttool.errors import CkptToolError
 from tests.ranks import runs, trainings
 from train.config import command_line
@@ -70,7 +70,7 @@ def after_epochs(
         trainings.finish_epoch(trainer)
     held = sum(p.to_local().numel() for p in trainer.ddp.parameters())  # type: ignore[attr-defined]
     blocks = sum(isinstance(module, FSDPModule) for module in trainer.ddp.module.modules())
-    state = divided.whole(trainer.ddp.module.state_dict())
+    state = transport.whole(trainer.ddp.module.state_dict())
     return state, held, blocks, lines[-1]["grad_norm"]
 
 
@@ -137,7 +137,9 @@ def whole_after_steps(rank: int, size: int, name: str, shard: bool) -> Any:
     model = trainings.seeded(Tower)
     trainer = trainings.trainer(rank, size, data(40), model, shard=shard, **settings)
     trainings.finish_epoch(trainer)
-    whole = divided.whole({"model": model.state_dict(), "optimizer": trainer.updater.optimizer.state_dict()})
+    whole = transport.whole(
+        {"model": model.state_dict(), "optimizer": trainer.updater.optimizer.state_dict()}
+    )
     return whole["model"], list(whole["optimizer"]["state"].values())
 
 
@@ -198,7 +200,7 @@ def norms(rank: int, size: int, batchnorm: str, shard: bool) -> Any:
     trainer = trainings.trainer(rank, size, trainings.tensors((3, 8, 8), 34), model, **settings)
     trainings.finish_epoch(trainer)
     score = trainer.evaluate()
-    return divided.whole(trainer.ddp.module.state_dict()), score.loss
+    return transport.whole(trainer.ddp.module.state_dict()), score.loss
 
 
 @pytest.mark.covered(lambda batchnorm: batchnorm == "pooled")

@@ -19,8 +19,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.conforming.conform import conform
 from ckpttool.errors import CkptToolError
-from ckpttool.transforms.conforming.conform import conform
 from tests.support.dialects import State, checksum
 from tests.support.generated_page import regenerate
 from tests.support.running import ROOT

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.conforming.conform import Conformed, conform
+from ckpttool.conforming.modules import StateEntry
+from ckpttool.conforming.search import search
 from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
-from ckpttool.transforms.conforming.conform import Conformed, conform
-from ckpttool.transforms.conforming.modules import StateEntry
-from ckpttool.transforms.conforming.search import search
-from ckpttool.transforms.mapping.applying import apply
-from ckpttool.transforms.mapping.rule_file import rules_in
+from ckpttool.mapping.applying import apply
+from ckpttool.mapping.rule_file import rules_in
 from tests.support.dialects import State, checksum, filled, fused, llama, meta, renamed
 from tests.support.running import Cli
 from tests.transforms.conforming.architectures import Pair, pairs

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, NothingToDo, OutputExists, Refused, UsageFault
-from ckpttool.transforms.lora.extract import Extracted
+from ckpttool.lora.differences import Extracted
 from tests.support.comparing import saved
 from tests.support.running import MOST, peak
 
@@ -93,7 +93,7 @@ def test_factors_are_the_best_of_their_rank(
     """In memory at once, and passed over in blocks of rows that are read again and again."""
     if not whole:
         for name, value in {"WHOLE": 0, "HELD": 0, "ROWS": 7000}.items():
-            monkeypatch.setattr(import_module("ckpttool.transforms.lora.low_rank"), name, value)
+            monkeypatch.setattr(import_module("ckpttool.lora.differences"), name, value)
     generator = torch.Generator().manual_seed(1)
     base = {f"{n}.weight": torch.randn(100, 150, generator=generator) for n in "abc"}
     sizes = 0.9 ** torch.arange(100)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
-from ckpttool.transforms.lora.merge import Merged
+from ckpttool.lora.merge import Merged
 from tests.support.comparing import saved
 from tests.support.quantised import pair, save_adapter
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, NothingToDo, Refused, Unsupported
-from ckpttool.transforms.lora.adapter import FirstMatch, TooMuchWork, UnknownPattern, fits
+from ckpttool.lora.adapter import FirstMatch, TooMuchWork, UnknownPattern, fits
 from tests.support.comparing import saved
 
 # ---- LoRA adapters under kohya's and diffusers' names: a layer finds its place in the model, or is refused

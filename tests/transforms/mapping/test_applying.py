@@ -19,10 +19,9 @@ from torch import nn
 
 import ckpttool
 from ckpttool.errors import Collision, Refused, UsageFault
-from ckpttool.transforms.mapping.applying import apply
-from ckpttool.transforms.mapping.builtin import named
-from ckpttool.transforms.mapping.rules import MapRules, Rule
-from ckpttool.transforms.mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Transpose, Verb
+from ckpttool.mapping.applying import apply, named
+from ckpttool.mapping.rules import MapRules, Rule
+from ckpttool.mapping.verbs import Concat, PermuteHeads, Reshape, Stack, Transpose, Verb
 from tests.support.comparing import opened
 from tests.support.dialects import assert_reversible, mapped, random_state, refusal, rules
 from tests.support.trees import big_endian

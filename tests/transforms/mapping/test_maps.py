@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 import ckpttool
 from ckpttool.errors import Refused
-from ckpttool.transforms.mapping.applying import apply, apply_map, config_of
-from ckpttool.transforms.mapping.builtin import maps, named, names
-from ckpttool.transforms.mapping.rule_file import rules_in
+from ckpttool.mapping.applying import apply, apply_map, config_of, maps, named, names
+from ckpttool.mapping.rule_file import rules_in
 from tests.support.comparing import opened
 from tests.support.dialects import (
     CASES,

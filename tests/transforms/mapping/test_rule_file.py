@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import Damaged, Irreversible, Unreadable, UsageFault
-from ckpttool.transforms.mapping.builtin import maps, names
-from ckpttool.transforms.mapping.numbers import Unknown, evaluated, first_known
-from ckpttool.transforms.mapping.rule_file import VERBS, read, rules_in
-from ckpttool.transforms.mapping.rules import Drop, MapRules, Rule, Tie, ValueCount
-from ckpttool.transforms.mapping.templates import literal, templates
-from ckpttool.transforms.mapping.verbs import Concat, Stack
+from ckpttool.mapping.applying import maps, names
+from ckpttool.mapping.rule_file import VERBS, read, rules_in
+from ckpttool.mapping.rules import Drop, MapRules, Rule, Tie, ValueCount, literal, templates
+from ckpttool.mapping.verbs import Concat, Stack, Unknown, evaluated, first_known
 from tests.support.dialects import LLAMA, assert_reversible, random_state, rules
 from tests.support.running import ROOT
 

@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.core.tensors.ref import DTYPES, TensorRef
+from ckpttool.core.tensors.values import stream
 from ckpttool.errors import Irreversible, UsageFault
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.tensors.ref import TensorRef
-from ckpttool.tensors.values import stream
-from ckpttool.transforms.mapping.rule_file import step_of
-from ckpttool.transforms.mapping.tensors import VerbMisfit
-from ckpttool.transforms.mapping.verbs import (
+from ckpttool.mapping.rule_file import step_of
+from ckpttool.mapping.verbs import (
     Bundle,
     Cast,
     Concat,
@@ -32,6 +30,7 @@ from ckpttool.transforms.mapping.verbs import (
     Transpose,
     Unstack,
     Verb,
+    VerbMisfit,
 )
 
 

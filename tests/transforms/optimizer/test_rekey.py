@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpttool
+from ckpttool.core.checkpoint.keys import rename_parameters
+from ckpttool.core.checkpoint.optimizer_names import by_shapes, in_order, rekeyed, to_indices, to_names
+from ckpttool.core.inert_pickle.values import OrderedDict_
 from ckpttool.errors import NothingToDo, Refused, UsageFault
-from ckpttool.inert_pickle.values import OrderedDict_
-from ckpttool.transforms.keys import rename_parameters
-from ckpttool.transforms.mapping.applying import apply
-from ckpttool.transforms.mapping.rule_file import rules_in
-from ckpttool.transforms.optimizer.parameters import by_shapes, in_order
-from ckpttool.transforms.optimizer.rekey import rekeyed, to_indices, to_names
-from ckpttool.transforms.optimizer.slots import Misfit, mismatched_order
+from ckpttool.mapping.applying import apply
+from ckpttool.mapping.rule_file import rules_in
+from ckpttool.models.fit import Misfit, mismatched_order
 from tests.support.comparing import assert_same, loaded, opened, prefixed, refused, saved
 from tests.support.running import Cli
 

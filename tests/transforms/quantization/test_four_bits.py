@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.tensors.dtypes import DTYPES, numpy_type
-from ckpttool.transforms.quantization import lookup
-from ckpttool.transforms.quantization.dequantize import dequantize
+from ckpttool.core.tensors.ref import DTYPES, numpy_type
+from ckpttool.numbers import lookup
+from ckpttool.numbers.quantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, refusal, weight, written
 
 # ---- bitsandbytes' NF4 and FP4, nested or not, against the formula written out here -------------------

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.errors import NothingToDo
-from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms.quantization.dequantize import dequantize
-from ckpttool.transforms.quantization.quantize import Quantized, quantize
+from ckpttool.numbers.quantize import Quantized, dequantize, quantize
 from tests.support.quantised import equal, plain, refusal, weight, written
 
 # ---- fp8 and int8 with a scale per tensor, channel, group or block, against torch's own fp8 -----------

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.transforms.quantization import strips
-from ckpttool.transforms.quantization.dequantize import dequantize
+from ckpttool.numbers import lookup
+from ckpttool.numbers.quantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, refusal, weight, written
 
 # ---- GPTQ, AWQ and compressed-tensors' packed integers, against formulas that are written out here ----
@@ -297,9 +297,9 @@ def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path, value: Any
 def test_strips_of_any_size_give_the_same_numbers(
     tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strips, "STRIP", nbytes)
-    monkeypatch.setattr(strips, "KEPT", 2)
-    monkeypatch.setattr(strips, "FEWEST", 3)
+    monkeypatch.setattr(lookup, "STRIP", nbytes)
+    monkeypatch.setattr(lookup, "KEPT", 2)
+    monkeypatch.setattr(lookup, "FEWEST", 3)
     for bits in (3, 4):
         tensors, expected = gptq(bits, 96, 160)
         assert equal(weight(tmp_path, tensors, GPTQ | {"bits": bits}), expected)

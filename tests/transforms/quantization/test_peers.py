@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.transforms.quantization.quantize import quantize
+from ckpttool.numbers.quantize import quantize
 from tests.support.quantised import equal, plain, weight, written
 
 DTYPES = (torch.bfloat16, torch.float16)

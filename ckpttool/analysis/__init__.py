@@ -1,1 +1,0 @@
-"""What is in a checkpoint and how two differ: summary, statistics, compare, verify; writes nothing."""

@@ -1,0 +1,1 @@
+"""NumPy's .npy and .npz files, read"""

@@ -1,0 +1,1 @@
+"""Several models in one: the mean, SLERP, task arithmetic, TIES and DARE"""

@@ -1,1 +1,0 @@
-"""What was read from a file: the tree of values, the model states in it, dotted names, `--full`."""

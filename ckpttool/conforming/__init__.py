@@ -1,0 +1,1 @@
+"""A checkpoint's tensors under the names and shapes of another, found from names and shapes"""

@@ -1,0 +1,477 @@
+"""Blocks that a file shares with another instead of having a copy, where the file system can."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from heapq import merge
+from itertools import chain, zip_longest
+from operator import itemgetter
+from threading import Lock
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+from .. import system
+from ..tensors.ref import ByteRange, Computed, Source
+from .digest import combined, crc32
+from .threads import BUFFER, MOST_THREADS, Buffers, Progress, cores, cut, in_order
+
+if TYPE_CHECKING:
+    from .resuming import Written
+
+BLOCK = 4096  # whole blocks at the same place within one in both files can be shared
+
+
+def share(data: ByteRange, fd: int, position: int) -> range:
+    """Let a file share the whole blocks of a stretch of another file; return which bytes of it are shared."""
+    start, end = -position % BLOCK, data.nbytes
+    # Only the last block of a file may be shared in part, and only as the last of the other file.
+    if data.offset + end != data.source.size or os.fstat(fd).st_size > position + end:
+        end -= (position + end) % BLOCK
+    if (data.offset - position) % BLOCK or start >= end:
+        return range(0)
+    source, offset = data.source.fd, data.offset + start
+    is_shared = system.share_blocks(source, offset, end - start, fd, position + start)
+    return range(start, end) if is_shared else range(0)
+
+
+# ---- Small pieces of a file, read in a few large reads and written in a few large writes.
+#
+# A system call for each of 100,000 tensors costs more than its bytes do.
+
+
+TINY = 1 << 12  # bytes from which a piece is worth system calls of its own: it may share a block
+MOST_BYTES, MOST_PIECES = 1 << 20, 2000  # that are gathered before they are written
+
+
+def is_tiny(data: ByteRange) -> bool:
+    """Return whether a range is worth no system call of its own, and lies in a file of this machine."""
+    return data.nbytes < TINY and data.source.is_local
+
+
+def read_together(ranges: Sequence[ByteRange]) -> list[bytes]:
+    """Return the bytes of small ranges; neighbours are read together. Damaged where a file ends."""
+    found: list[bytes] = [b""] * len(ranges)
+    of_source = defaultdict[Source, list[tuple[int, int, int]]](list)
+    for number, (source, offset, nbytes) in enumerate(ranges):
+        of_source[source].append((offset, nbytes, number))
+    for source, wanted in of_source.items():
+        wanted.sort()
+        near = source.read_near([(offset, nbytes) for offset, nbytes, _ in wanted])
+        for (_, _, number), data in zip(wanted, near, strict=True):
+            found[number] = data
+    return found
+
+
+def in_rows(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield pieces and their places, which ascend, with those that follow without a gap in one."""
+    parts, begin, end = list[bytes](), 0, 0
+    for position, piece in pieces:
+        if position != end and parts:
+            yield begin, b"".join(parts)
+            parts = []
+        begin = begin if parts else position
+        parts.append(piece)
+        end = position + len(piece)
+    if parts:
+        yield begin, b"".join(parts)
+
+
+class Gathered:
+    """Pieces for places of a file that wait to be written."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, bytes]] = []
+        self._nbytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to write."""
+        return self._nbytes >= MOST_BYTES or len(self._pieces) >= MOST_PIECES
+
+    def add(self, position: int, data: bytes) -> None:
+        """Take a piece."""
+        self._pieces.append((position, data))
+        self._nbytes += len(data)
+
+    def taken(self) -> Iterator[tuple[int, bytes]]:
+        """Return the pieces, those without a gap between them in one, and begin again."""
+        pieces, self._pieces, self._nbytes = self._pieces, [], 0
+        return in_rows(sorted(pieces, key=itemgetter(0)))
+
+
+# ---- Bytes from file to file, in blocks that several threads read, sum and write.
+
+
+# Bytes of one write. The kernel takes memory for a file in pieces as large as the write, where it can, and
+# large ones are slow to find, above all in a virtual machine.
+WRITTEN = 1 << 17
+
+SMALL = 1 << 17  # bytes that are moved at once: handing them to a thread costs more
+
+# The most that work on one file: only one at a time can write to it, while the others read, sum or compute.
+THREADS = 4
+
+PLANNED = 10_000  # copies that an output remembers before it writes them
+FLUSHED = 16 << 20  # bytes that are sent to the disk together, long before the fsync that waits for them
+
+Then = Callable[[int], object]
+Data = ByteRange | Computed | Iterable[memoryview]
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Bytes for a place of an output: what is left of them, and the CRC-32s of those that are written."""
+
+    data: Data
+    position: int
+    nbytes: int
+    then: Then | None
+    near: ByteRange | None  # where the bytes come from
+    left: int
+    sums: list[tuple[int, int, int]] = field(default_factory=list)  # of stretches: position, CRC-32, bytes
+
+    def wrote(self, position: int, crc: int, nbytes: int) -> None:
+        """Note a stretch that was written; after the last, tell the CRC-32 of all."""
+        self.left -= nbytes
+        if self.then is None:
+            return
+        self.sums.append((position, crc, nbytes))
+        if not self.left:
+            self.then(reduce(lambda crc, each: combined(crc, *each[1:]), sorted(self.sums), 0))
+
+
+Place = tuple[str, int]  # where bytes lie: what sorts them so
+HERE: Place = ("", 0)  # of those of this machine
+
+
+class _Stretch(NamedTuple):
+    """Bytes of a copy that are written together."""
+
+    place: Place
+    copy: _Copy
+    start: int
+    nbytes: int
+
+
+class Output:
+    """A file being written, front to back or at chosen places. Use it as a context manager.
+
+    `write` takes bytes from memory, `copy` bytes of another file or computed ones. They are in the file once
+    the block has ended, or `settle` was called; until then an error of theirs may come late.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        progress: Progress | None = None,
+        written: Written | None = None,
+        in_a_row: int | None = None,
+    ) -> None:
+        """Begin at the start of a file, of which an earlier attempt may have written some.
+
+        Of copied bytes each thread takes `in_a_row`, a multiple of BUFFER, which it is when None.
+        """
+        self.fd = file.fileno()
+        self._written, self._in_a_row = written, in_a_row or BUFFER
+        self.position = 0
+        self._progress: Progress = progress or (lambda _: None)
+        self._planned: list[_Copy] = []
+        self._gathered = Gathered()
+        self._writing = Lock()
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.settle()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append bytes."""
+        self.write_at(self.position, data)
+        self.position += len(data)
+
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        """Write bytes to a place of the file; `position` stays."""
+        if len(data) >= TINY:
+            self._write_now(position, data)
+        else:
+            self._gathered.add(position, bytes(data))
+            self._write_gathered(unless_few=True)
+
+    def _write_now(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        end = position + len(view)
+        with self._writing:  # in the kernel a second thread would wait too, but turning on its core
+            while view:
+                done = system.pwrite(self.fd, view[:WRITTEN], position)
+                view = view[done:]
+                position += done
+        if end // FLUSHED > (end - len(data)) // FLUSHED:
+            _start_flushing(self.fd, (end // FLUSHED - 1) * FLUSHED)
+
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
+        """Append chunks of `nbytes` bytes together, each valid until the next is asked for."""
+        self._plan(chunks, nbytes, None, near)
+
+    def copy(
+        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
+    ) -> None:
+        """Append bytes from elsewhere; `then` gets their CRC-32, in the caller's thread, once read.
+
+        `near` tells where computed bytes come from.
+        """
+        near = data if isinstance(data, ByteRange) else near
+        if data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
+            crc, _ = self._put_here(self.position, [data.read()], sums=bool(then))
+            self.position += data.nbytes
+            if then:
+                then(crc)
+        else:
+            self._plan(data, data.nbytes, then, near)
+
+    def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return the bytes of small ranges of files that are to be written, read together."""
+        self._progress(sum(data.nbytes for data in ranges))
+        return read_together(ranges)
+
+    def write_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
+        """Write pieces to places that ascend, those that lie in a row at once; `position` stays."""
+        for position, row in in_rows(pieces):
+            self.write_at(position, row)
+
+    def settle(self) -> None:
+        """Write all that was appended. Raises whatever goes wrong on the way."""
+        settle_together([self])
+
+    def _write_gathered(self, *, unless_few: bool = False) -> None:
+        if unless_few and not self._gathered.is_full:
+            return
+        for position, data in self._gathered.taken():
+            self._write_now(position, data)
+
+    def _plan(self, data: Data, nbytes: int, then: Then | None, near: ByteRange | None) -> None:
+        self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
+        self.position += nbytes
+        # What is elsewhere is announced in the order in which all of it lies.
+        if len(self._planned) >= PLANNED and (near is None or near.source.is_local):
+            self.settle()
+
+    def _stretches(self) -> list[_Stretch]:
+        """Return what was planned: what is elsewhere in the order in which it lies, all else as it came."""
+        planned, self._planned = self._planned, []
+        stretches = list[_Stretch]()
+        for copy in planned:
+            data, near, start = copy.data, copy.near, 0
+            if near is None or near.source.is_local:
+                stretches.append(_Stretch(HERE, copy, 0, copy.nbytes))
+            elif isinstance(data, Computed) and (parts := data.stretches()):
+                for nbytes, place in parts:
+                    stretches.append(_Stretch((place.source.place, place.offset), copy, start, nbytes))
+                    start += nbytes
+            else:
+                stretches.append(_Stretch((near.source.place, near.offset), copy, 0, copy.nbytes))
+        return sorted(stretches, key=itemgetter(0))
+
+    def _blocks(self, stretch: _Stretch, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
+        """Yield the jobs that write a stretch; what takes no job is written in between."""
+        copy, position, nbytes = stretch.copy, stretch.copy.position + stretch.start, stretch.nbytes
+        data = copy.data
+        if isinstance(data, ByteRange | Computed):
+            data = data.part(stretch.start, nbytes)
+        if nbytes and self._has(data, position, nbytes):
+            for start, size in cut(nbytes, self._in_a_row):
+                piece = data.part(start, size) if isinstance(data, ByteRange) else None
+                yield partial(self._sum, buffers, copy, piece, position + start, size)
+        elif not isinstance(data, ByteRange | Computed):
+            self._put_here(position, data)
+        elif nbytes <= SMALL:
+            with buffers.one() as buffer:
+                crc, end = self._put_here(position, data.chunks(buffer), sums=bool(copy.then))
+            copy.wrote(position, crc, end - position)
+        elif isinstance(data, Computed) and not data.is_divisible:
+            crc, end = self._put_here(position, data.make(0, nbytes), sums=bool(copy.then))
+            copy.wrote(position, crc, end - position)
+        elif not self._shares(copy):
+            together = data.together if isinstance(data, Computed) else 0
+            for start, size in cut(nbytes, max(self._in_a_row, together)):
+                is_there = self._has(data, position + start, size)
+                move = self._sum if is_there else self._put
+                yield partial(move, buffers, copy, data.part(start, size), position + start, size)
+
+    def _shares(self, copy: _Copy) -> bool:
+        """Let the file share the bytes that are to be copied; return False where it can't."""
+        data, position = copy.data, copy.position
+        if copy.then or not isinstance(data, ByteRange) or not data.source.is_local:
+            return False
+        shared = share(data, self.fd, position)
+        if shared:
+            self._put_here(position, [data.part(0, shared.start).read()])
+            self._put_here(position + shared.stop, [data.part(shared.stop, copy.nbytes - shared.stop).read()])
+            self._progress(len(shared))
+        return bool(shared)
+
+    def _put_here(
+        self, position: int, chunks: Iterable[memoryview | bytes], *, sums: bool = False
+    ) -> tuple[int, int]:
+        """Write chunks from this thread, with progress after each; return as `_write_chunks` does."""
+        crc, end = self._write_chunks(position, chunks, self._progress, sums=sums)
+        if self._written:
+            self._written.add(position, end - position)
+        return crc, end
+
+    def _put(
+        self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int, nbytes: int
+    ) -> _Block:
+        """Write a block, from any thread; progress is for the caller's."""
+        with buffers.one(data.together if isinstance(data, Computed) else 0) as buffer:
+            chunks = data.chunks(buffer)
+            crc, _ = self._write_chunks(position, chunks, lambda _: None, sums=bool(copy.then))
+        return self, copy, position, crc, nbytes
+
+    def _has(self, data: Data, position: int, nbytes: int) -> bool:
+        """Return whether an earlier attempt wrote a stretch that need not be read, or computed, again."""
+        written = self._written
+        if written is None or not (written.computed or isinstance(data, ByteRange)):
+            return False
+        return written.covers(position, nbytes)
+
+    def _sum(
+        self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed | None, position: int, nbytes: int
+    ) -> _Block:
+        """Sum a block that is there already, and show it to those who watch its source."""
+        crc = 0
+        with buffers.one() as buffer:
+            for start, size in cut(nbytes, BUFFER):
+                view = buffer[:size]
+                system.preadv(self.fd, [view], position + start)  # regular file, at most BUFFER: all at once
+                if isinstance(data, ByteRange):
+                    data.source.seen(data.offset + start, view)
+                crc = crc32(view, crc) if copy.then else 0
+        return self, copy, position, crc, nbytes
+
+    def _write_chunks(
+        self, position: int, chunks: Iterable[memoryview | bytes], progress: Progress, *, sums: bool
+    ) -> tuple[int, int]:
+        """Write chunks one after another; return their CRC-32, 0 unless it `sums` them, and their end."""
+        crc = 0
+        for chunk in chunks:
+            self._write_now(position, chunk)
+            position += len(chunk)
+            crc = crc32(chunk, crc) if sums else 0
+            progress(len(chunk))
+        return crc, position
+
+    def _done(self, copy: _Copy, position: int, crc: int, nbytes: int) -> None:
+        self._progress(nbytes)
+        if self._written:
+            self._written.add(position, nbytes)
+        copy.wrote(position, crc, nbytes)
+
+
+# Of a block that was written: where, a part of what, from which place on, CRC-32, bytes
+_Block = tuple[Output, _Copy, int, int, int]
+
+
+def settle_together(outputs: Sequence[Output]) -> None:
+    """Write what was appended to several outputs, by turns: the kernel lets one thread write to a file."""
+    for output in outputs:  # first: a file that has its length can share its last block
+        output._write_gathered()
+    buffers = Buffers()
+    planned = [[(output, stretch) for stretch in output._stretches()] for output in outputs]
+
+    def blocks(stretches: Iterable[tuple[Output, _Stretch]]) -> Iterator[Callable[[], _Block]]:
+        for output, stretch in stretches:
+            yield from output._blocks(stretch, buffers)
+
+    # What comes from elsewhere is read in the order in which it lies: there the link is what is slow.
+    by_turns: Iterable[Callable[[], _Block] | None]
+    if all(stretch.place == HERE for stretches in planned for _, stretch in stretches):
+        by_turns = chain.from_iterable(zip_longest(*map(blocks, planned)))
+    else:
+        by_turns = blocks(merge(*planned, key=lambda each: each[1].place))
+    jobs: Iterator[Callable[[], _Block]] = filter(None, by_turns)
+    for block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
+        block[0]._done(*block[1:])
+    for output in outputs:
+        output._write_gathered()  # headers, whose checksums are known only now
+
+
+def _start_flushing(fd: int, start: int) -> None:
+    """Let the kernel begin to write FLUSHED bytes to the disk. In a tmpfs this does nothing."""
+    # The advice drops pages that are on the disk, and begins to write the others; none of these is there yet.
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # an advice; whatever fails is an error of fsync
+            os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
+
+
+# ---- Outputs that write nothing: how large a file would be, and what it would be made of.
+
+
+class DryOutput(Output):
+    """An output that takes everything and keeps nothing but the size."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
+        self.position += nbytes  # the chunks are not asked for
+
+    def copy(
+        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
+    ) -> None:
+        self.position += data.nbytes
+        if then:
+            then(0)
+
+    def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        return [b""] * len(ranges)
+
+    def write_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+
+class Planned(DryOutput):
+    """A dry output that tells plans apart: a hash of what is written, and of where all else comes from."""
+
+    def __init__(self, facts: object) -> None:
+        import hashlib  # loads OpenSSL, which most commands do without
+
+        super().__init__()
+        self.hash = hashlib.sha256(repr(facts).encode())
+
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        self.hash.update(b"%d %d " % (position, len(data)))
+        self.hash.update(data)
+
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
+        self._note(near, nbytes)
+        super().write_all(chunks, nbytes, near)
+
+    def copy(
+        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
+    ) -> None:
+        self._note(data if isinstance(data, ByteRange) else near, data.nbytes)
+        super().copy(data, then, near)
+
+    def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        for data in ranges:
+            self._note(data, data.nbytes)
+        return super().taken(ranges)
+
+    def _note(self, place: ByteRange | None, nbytes: int) -> None:
+        where = (place.source.version, place.offset, place.nbytes) if place else ()
+        self.hash.update(repr((self.position, nbytes, where)).encode())

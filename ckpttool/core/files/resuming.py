@@ -1,0 +1,380 @@
+"""Temporary files and folders next to their targets: names, locks, and the removal of abandoned ones.
+
+A temporary is called `.NAME.<boot><random>.ckpttool.tmp`. Its writer holds a lock (flock) on it, which the
+kernel drops however the process ends, so process ids, and containers that have their own, don't matter.
+Whoever saves into the same folder later removes the temporaries whose lock is free. A lock may not reach
+other machines (NFS mounted with `nolock`), so a temporary of another machine, or of this one before it was
+restarted, must also have been left alone for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, BinaryIO
+
+from ...errors import OutputExists, Unreadable
+from .. import system
+
+# Name endings: of a file or folder being written, and of a folder that a new one replaced.
+TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
+
+PART = ".ckpttool.part"  # of an output that was interrupted, and can be gone on with
+
+NAME = re.compile(r"\.(?P<begin>.+)\.(?P<boot>[0-9a-f]{8})[0-9a-f]{12}\.ckpttool\.(tmp|old)", re.DOTALL)
+
+LONGEST = 190  # bytes of the target's name that are used: file systems allow 255 for a name
+QUIET = 24 * 60 * 60  # seconds without a change: then a temporary of another machine counts as abandoned
+
+
+def begin_of(target: str) -> str:
+    """Return how the names of a target's temporaries begin, after the dot."""
+    name = os.fsencode(os.path.basename(target))
+    if len(name) <= LONGEST:
+        return os.fsdecode(name)
+    return os.fsdecode(name[:LONGEST]) + f"~{zlib.crc32(name):08x}"
+
+
+def temporary_name(target: str, ending: str) -> str:
+    """Return the path of a temporary of this target that nobody has."""
+    name = f".{begin_of(target)}.{_boot()}{os.urandom(6).hex()}{ending}"
+    return os.path.join(os.path.dirname(target), name)
+
+
+def new_file(target: str, mode: int) -> tuple[int, str]:
+    """Create a temporary file that will replace `target`; return its descriptor, which locks it, and path."""
+    flags = system.CREATE | os.O_EXCL
+    return _new(target, lambda path: os.open(path, flags, mode), os.unlink)
+
+
+def new_folder(target: str, mode: int) -> tuple[int, str]:
+    """Create a temporary folder as `new_file` does a file."""
+
+    def create(path: str) -> int | None:
+        os.mkdir(path, mode)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for abandoned meanwhile
+            return system.hold_folder(path)
+        return None
+
+    return _new(target, create, os.rmdir)
+
+
+def _new(
+    target: str, create: Callable[[str], int | None], remove: Callable[[str], object]
+) -> tuple[int, str]:
+    while True:
+        path = temporary_name(target, TEMPORARY)
+        try:
+            if (fd := create(path)) is not None:
+                if _lock_new(fd, path):
+                    return fd, path
+                os.close(fd)
+        except BaseException:  # a signal may come as soon as it is there
+            with contextlib.suppress(OSError):
+                remove(path)
+            raise
+
+
+def _lock_new(fd: int, path: str) -> bool:
+    """Lock a new temporary; return False if another process already took it for abandoned."""
+    try:
+        system.lock(fd)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, on which nobody removes anything
+        return True
+    return is_at(fd, path)
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Return whether a descriptor is of what lies at a path now."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def remove_abandoned(folder: str) -> None:
+    """Remove the temporaries in `folder` that were still being written when their process ended."""
+    # Other users' temporaries stay, and whatever can't be removed: a save does not depend on it.
+    for path in abandoned(folder, TEMPORARY):
+        with contextlib.suppress(OSError):
+            if os.path.isdir(path):
+                for name in os.listdir(path):  # files alone: no folder is ever made in a temporary one
+                    os.unlink(os.path.join(path, name))
+                os.rmdir(path)
+            else:
+                os.unlink(path)
+
+
+def temporaries_in(folder: str, ending: str, begin: str | None = None) -> list[tuple[str, str]]:
+    """Return the paths of temporaries, each with the start of the machine that it is of."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    named = (NAME.fullmatch(name) for name in names if name.endswith(ending))
+    parts = (match for match in named if match and begin in (None, match["begin"]))
+    return [(os.path.join(folder, match[0]), match["boot"]) for match in parts]
+
+
+def abandoned(folder: str, ending: str, begin: str | None = None) -> Iterator[str]:
+    """Yield the paths of abandoned temporaries, each while its lock is held."""
+    for path, boot in temporaries_in(folder, ending, begin):
+        with _claimed(path, boot) as is_abandoned:
+            if is_abandoned:
+                yield path
+
+
+@contextlib.contextmanager
+def _claimed(path: str, boot: str) -> Iterator[bool]:
+    """Hold the lock of a temporary if no process does; yield whether it is abandoned."""
+    with contextlib.ExitStack() as stack:
+        fd = None
+        with contextlib.suppress(OSError):
+            kind = os.lstat(path).st_mode
+            if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
+                # NFS locks only what is open for writing.
+                access = system.CHANGE if stat.S_ISREG(kind) else system.FOLDER
+                fd = os.open(path, access | system.NO_LINK)
+                stack.callback(os.close, fd)
+        yield fd is not None and _is_abandoned(fd, path, boot)
+
+
+def _is_abandoned(fd: int, path: str, boot: str) -> bool:
+    facts = os.fstat(fd)
+    if not system.is_mine(facts):
+        return False
+    try:
+        system.lock(fd)
+    except OSError:  # its writer lives, or nobody can tell
+        return False
+    changed = max(facts.st_mtime, facts.st_ctime)
+    return is_at(fd, path) and (boot == _boot() or time.time() - changed > QUIET)
+
+
+@cache
+def _boot() -> str:
+    """Return eight digits for this start of this kernel: all its containers share them, and its locks."""
+    return f"{zlib.crc32(system.boot()):08x}"
+
+
+# ---- What an interrupted command has written of an output, and how the next one goes on with it.
+#
+# The bytes lie next to the target as `.NAME.ckpttool.part`, a file or a folder, never under its name. A
+# record says which of them are on the disk, and of which plan they are: sources with their versions, and
+# what was asked. Only an output that is copied from elsewhere is written so: a local conversion is
+# quicker begun again.
+
+
+RECORD = f"{PART}.json"
+
+NOTED = 64 << 20  # bytes, or seconds, after which the record is brought up to date
+NOTED_AFTER = 10.0
+LEAST = 1 << 20  # bytes for which it is worth keeping what was written
+
+
+class Written:
+    """Which stretches of a file are on the disk."""
+
+    def __init__(self, attempt: Attempt, file: BinaryIO, stretches: list[tuple[int, int]]) -> None:
+        self._attempt, self.file = attempt, file
+        self.computed = attempt.computed
+        self._starts = [start for start, _ in stretches]
+        self._stops = [stop for _, stop in stretches]
+
+    def covers(self, position: int, nbytes: int) -> bool:
+        """Return whether all of a stretch was written by an earlier attempt, or by this one."""
+        number = bisect_right(self._starts, position) - 1
+        return number >= 0 and position + nbytes <= self._stops[number]
+
+    def add(self, position: int, nbytes: int) -> None:
+        """Note a stretch that was written."""
+        stop = position + nbytes
+        at = bisect_right(self._starts, position)
+        if at and self._stops[at - 1] >= position:
+            at -= 1
+            position, stop = self._starts[at], max(stop, self._stops[at])
+            del self._starts[at], self._stops[at]
+        while at < len(self._starts) and self._starts[at] <= stop:
+            stop = max(stop, self._stops[at])
+            del self._starts[at], self._stops[at]
+        self._starts.insert(at, position)
+        self._stops.insert(at, stop)
+        self._attempt.count(nbytes)
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        return list(zip(self._starts, self._stops, strict=True))
+
+
+def _sorted_stretches(listed: object, size: int) -> list[tuple[int, int]]:
+    """Return the stretches that a record lists of a file of this size; none if it makes no sense."""
+    if not isinstance(listed, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in listed):
+        return []
+    ends = [end for pair in listed for end in pair]
+    is_ordered = all(type(end) is int for end in ends) and ends == sorted(ends) and (not ends or ends[0] >= 0)
+    return [(start, stop) for start, stop in listed if stop <= size] if is_ordered else []
+
+
+class Attempt:
+    """An output that is being written for the first time, or again."""
+
+    def __init__(self, target: str, plan: str, *, resume: bool, computed: bool) -> None:
+        """Look at what there is; nothing is created or removed yet.
+
+        Args:
+            target: the output's path, all links followed.
+            plan: differs whenever other bytes would be written.
+            resume: go on with what was written of this plan; else what is there gives way.
+            computed: bytes that are not copied but computed need not be made again either.
+        """
+        folder = os.path.join(os.path.dirname(target), f".{begin_of(target)}")
+        self.place, self._record = folder + PART, folder + RECORD
+        self._plan, self.computed = plan, computed
+        record = self._read() if resume else None
+        self._before: dict[str, Any] = record["files"] if record and record.get("plan") == plan else {}
+        self.is_resumed = bool(self._before)
+        self._is_claimed = False
+        self._files: dict[str, Written] = {}
+        self._unnoted, self._noted = 0, time.monotonic()
+
+    def _read(self) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError, TypeError), open(self._record, "rb") as file:
+            record = json.loads(file.read())
+            if isinstance(record, dict) and isinstance(record.get("files"), dict):
+                return record
+        return None
+
+    def claim_file(self, mode: int) -> tuple[int, str] | None:
+        """Return a descriptor of the part, which locks it, and its path; None if another process has it.
+
+        It is empty unless the attempt is resumed.
+        """
+        if os.path.isdir(self.place):
+            shutil.rmtree(self.place)
+        fd = self._claimed(lambda: os.open(self.place, system.CREATE | system.NO_LINK, mode))
+        if fd is not None and not self.is_resumed:
+            os.ftruncate(fd, 0)
+        return None if fd is None else (fd, self.place)
+
+    def claim_folder(self, mode: int) -> tuple[int, str] | None:
+        """Return a descriptor of the part as `claim_file` does, of a folder."""
+
+        def create() -> int:
+            if os.path.isfile(self.place):
+                os.unlink(self.place)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.place, mode)
+            return system.hold_folder(self.place)
+
+        fd = self._claimed(create)
+        if fd is not None and not self.is_resumed:
+            for name in os.listdir(self.place):
+                os.unlink(os.path.join(self.place, name))
+        return None if fd is None else (fd, self.place)
+
+    def _claimed(self, create: Callable[[], int]) -> int | None:
+        """Open the part, and lock it; None if another process has the lock."""
+        while True:
+            fd = create()
+            try:
+                system.lock(fd)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except OSError:  # a file system without locks
+                break
+            if is_at(fd, self.place):
+                facts = os.fstat(fd)
+                if system.is_mine(facts) and (facts.st_nlink == 1 or stat.S_ISDIR(facts.st_mode)):
+                    break
+                self._remove()  # it is not ours, or has another name too
+            os.close(fd)  # it became the output meanwhile, or is gone
+        self._is_claimed = True
+        if not self.is_resumed:
+            self._forget()
+        return fd
+
+    def written(self, file: BinaryIO) -> Written | None:
+        """Return what is on the disk of a file of this output, which is open; None if it is not claimed."""
+        if not self._is_claimed:
+            return None
+        name = os.path.basename(file.name) if isinstance(file.name, str) else ""
+        size = os.fstat(file.fileno()).st_size
+        before = _sorted_stretches(self._before.get(name), size)
+        self._files[name] = Written(self, file, before)
+        return self._files[name]
+
+    def count(self, nbytes: int) -> None:
+        """Bring the record up to date from time to time."""
+        self._unnoted += nbytes
+        if self._unnoted >= NOTED or time.monotonic() > self._noted + NOTED_AFTER:
+            self.note()
+
+    def note(self) -> None:
+        """Record what is on the disk, once it is there."""
+        files = {**self._before}
+        for name, written in self._files.items():
+            self._flush(name, written.file)
+            files[name] = written.stretches
+        new = f"{self._record}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        with open(new, "xb") as file:
+            file.write(json.dumps({"plan": self._plan, "files": files}).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        system.replace(new, self._record)
+        self._unnoted, self._noted = 0, time.monotonic()
+
+    def _flush(self, name: str, file: BinaryIO) -> None:
+        if not file.closed:
+            system.sync_data(file.fileno())
+            return
+        fd = os.open(os.path.join(self.place, name), system.CHANGE)  # of a folder
+        try:
+            system.sync_data(fd)
+        finally:
+            os.close(fd)
+
+    def give_up(self, error: BaseException) -> None:
+        """End an attempt that failed: keep what can be gone on with, as the error then tells, or nothing."""
+        nbytes = sum(stop - start for written in self._files.values() for start, stop in written.stretches)
+        # After a signal, a fault of the network or the disk, or where another has taken the place, what was
+        # written before is right; of what was damaged nobody can tell.
+        is_right = not isinstance(error, Exception) or isinstance(error, Unreadable | OSError | OutputExists)
+        if is_right and nbytes >= LEAST:
+            with contextlib.suppress(OSError):  # a full disk: the last record stands
+                self.note()
+            if os.path.exists(self._record):
+                error.kept_at = self.place  # type: ignore[attr-defined]
+                return
+        self._forget()
+        self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.place)
+
+    def end(self) -> None:
+        """Forget the record of an output that is in its place."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove the record, for good before anything it speaks of is changed."""
+        for path in (self._record, f"{self._record}.new"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        with contextlib.suppress(OSError):
+            system.sync_folder(os.path.dirname(self.place) or ".")

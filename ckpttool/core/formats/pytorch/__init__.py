@@ -1,0 +1,1 @@
+"""torch's own formats: zip, legacy, tar, TorchScript"""

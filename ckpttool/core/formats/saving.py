@@ -1,0 +1,369 @@
+"""The plan of one output: what goes into it, how it is written, and what it is compared with."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ...errors import Damaged, Refused
+from ...rooms import need
+from .. import system
+from ..checkpoint import full
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
+from ..checkpoint.checksums import Checksums, each_once, reads_of, require_made
+from ..checkpoint.special_tensors import require_plain
+from ..files.copying import DryOutput, Output, Planned
+from ..files.threads import Progress
+from ..inert_pickle.values import OrderedDict_
+from ..lazy import needing_torch
+from ..remote import urls
+from ..remote.places import versions
+from ..remote.store import TRAFFIC
+from ..tensors.ref import Source, Storage
+from . import folders, safetensors, shards
+from .destination import (
+    PICKLES,
+    Destination,
+    Saved,
+    SaveOptions,
+    destination,
+    read_back,
+    report,
+    require_same,
+    require_sense,
+)
+from .output import OutputPlace
+from .pytorch import zip as torch_zip
+from .reading import open as open_any
+from .reading import read
+
+if TYPE_CHECKING:
+    from ..files.resuming import Attempt
+
+Tensors = safetensors.Tensors
+Check = Callable[[Checkpoint], None]
+
+
+class SavePlan:
+    """One output, planned but not yet written."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Destination,
+        place: OutputPlace,
+        where: str | None,
+        shard_size: int | None,
+        options: SaveOptions,
+    ) -> None:
+        if target.format == folders.DCP and not target.full:
+            checkpoint = need("dcp.reading").with_each_its_own(checkpoint)
+        self.checkpoint, self.place, self.where, self.options = checkpoint, place, where, options
+        self.shard_size = shard_size or shards.DEFAULT_SIZE
+        self.target, self.path, self.format, self.full = target, target.path, target.format, target.full
+        checkpoint.require_whole()
+        self.state = None if target.holds_all else checkpoint.state(where)
+        if self.state is None and checkpoint.opened:
+            what = f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it"
+            hint = "write .safetensors, or extract the state first: ckpttool slim"
+            raise Refused(checkpoint.path, what, hint=hint)
+        special = {} if self.state is None else self.state.likes
+        if self.format == folders.DCP and not self.full:
+            special = dict(checkpoint.special_tensors())
+        require_plain(checkpoint.path, special, f"can't be held by {self.format}", holds=False)
+        for name, fault in checkpoint.index_faults() if self.state is None else ():
+            leave_out = f"leave it out: --exclude {shlex.quote(glob.escape(name))}"
+            raise Damaged(checkpoint.path, f"'{name}' has {fault}: torch refuses it", hint=leave_out)
+        self.ties: dict[str, str] = {}
+        if self.state is not None and not options.keep_copies and self.format not in PICKLES:
+            self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
+
+    def tensors(self) -> Tensors:
+        """Return the tensors that the output will have, by their names in it."""
+        return dict(self.checkpoint.tensors()) if self.state is None else self.state.tensors
+
+    @cached_property
+    def storages(self) -> list[tuple[str, Storage]]:
+        """The storages that are written, by the names of what uses them; some repeatedly."""
+        if self.state is None:
+            return [*self.checkpoint.storages()]
+        return [(name, tensor.storage) for name, tensor in self.state.tensors.items()]
+
+    @cached_property
+    def used(self) -> list[tuple[str, Storage]]:
+        """The storages that are written, and those that they come from, once each."""
+        return [*each_once(self.storages)]
+
+    @cached_property
+    def sources(self) -> set[Source]:
+        """The files that are read."""
+        return {place.source for place in reads_of(self.used)}
+
+    def work(self, verify: bool) -> int:
+        """Return about the number of bytes that progress will come to."""
+        if self.state is None or self.format in PICKLES:
+            moved = sum({id(storage): storage.nbytes for _, storage in self.storages}.values())
+        else:
+            moved = sum(tensor.nbytes for tensor in self._flat[0].values())
+        return moved + (2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0)
+
+    def carried_out(self, verify: bool | None, dry_run: bool) -> Saved:
+        """Write, and compare what was read and written before it takes its place."""
+        progress = self.options.progress
+        require_made(self.used)
+        is_compared = not dry_run if verify is None else verify
+        is_announced = self.format in (shards.SAFETENSORS, shards.TORCH)  # as they are written
+        if not (dry_run or is_announced or all(source.is_local for source in self.sources)):
+            urls.expect((storage for _, storage in self.storages), as_they_lie=True)
+        with Checksums(self.checkpoint, self.used if is_compared else ()) as checksums:
+            if dry_run:
+                checksums.finish()
+                return self.dry_run()
+
+            def check(written: Checkpoint) -> None:
+                checksums.finish()
+                self.compare(written, values=bool(verify), progress=progress)
+
+            attempt = self._attempt(computed=bool(self.options.recipe) and not checksums.compares)
+
+            def opened(file: BinaryIO) -> Output:
+                written = attempt.written(file) if attempt else None
+                return Output(file, progress, written, checksums.in_a_row)
+
+            return self.write(opened, check, attempt)
+
+    def _attempt(self, *, computed: bool) -> Attempt | None:
+        """Return what keeps an interrupted output of remote files; None for any other."""
+        sources, resume = self.sources, self.options.resume
+        if self.place.is_uploaded or self.path == "-" or self.format == folders.DCP:
+            return None  # what is uploaded is kept nowhere
+        if all(source.is_local for source in sources) or not all(source.version[1] for source in sources):
+            return None  # who could tell whether it has changed since?
+        from ..files.resuming import Attempt
+
+        opened = sorted({*versions(), *(repr(source.version) for source in sources)})
+        plan = Planned((self.options.recipe, opened))
+        if self.format in folders.NAMES:
+            cut, index = self._shards()
+            for name, tensors in cut.items():
+                self._write_shard(name, tensors, plan)
+            plan.write(index.encode())
+        else:
+            self._write(plan)
+        attempt = Attempt(system.real(self.path), plan.hash.hexdigest(), resume=resume, computed=computed)
+        if resume:
+            begun = "begun from the start, as no earlier attempt of the same plan is here"
+            TRAFFIC.remark(f"{self.path}: {'gone on with' if attempt.is_resumed else begun}")
+        return attempt
+
+    def dry_run(self) -> Saved:
+        """Return what `write` would, of DCP the bytes of the values alone, and raise what it would."""
+        if self.format == folders.DCP:
+            tree = self._for_dcp()
+            need("dcp.reading").check(tree)
+            return self._saved(sum(tensor.nbytes for _, tensor in tree.tensors()))
+        if self.format not in folders.NAMES:
+            return self._saved(_dry(self._write))
+        cut, index = self._shards()
+        sizes = [_dry(partial(self._write_shard, name, tensors)) for name, tensors in cut.items()]
+        return self._saved(sum(sizes) + len(index.encode()), shards=len(cut))
+
+    def write(self, opened: shards.Opened, check: Check, attempt: Attempt | None = None) -> Saved:
+        """Write the output and put it in place."""
+        if self.format in folders.NAMES:
+            return self._write_folder(opened, check, attempt)
+        with self.place.file(attempt, self.options.time) as file:
+            with opened(file) as out:
+                self._write(out)
+            check(read(Source(self.path, os.dup(file.fileno()))))
+        return self._saved(out.position)
+
+    def _write_folder(self, opened: shards.Opened, check: Check, attempt: Attempt | None) -> Saved:
+        kept = self.options.kept
+        stay = [name for name in kept if os.path.lexists(os.path.join(self.path, name))]
+        stay += folders.companions(self.checkpoint, self.path)
+        replaced = folders.replaced_by(self.checkpoint, self.path)
+        with self.place.folder(replaced, {*stay}, attempt) as new:
+            if self.format == folders.DCP:
+                with needing_torch("writing a DCP folder"):
+                    write = need("dcp.writing").write
+                write(self._for_dcp(), new.path)
+            else:
+                shards.write(new.path, self.format, *self._shards(), self._write_shard, opened)
+            with read_back(self.path, new.path):
+                written = open_any(new.path)
+            with written:
+                check(written)
+            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(new.path)}
+        return self._saved(
+            sum(sizes.values()),
+            shards=sum(not name.endswith((folders.METADATA, shards.INDEX)) for name in sizes),
+            given_back=tuple(new.given_back),
+            not_removed=tuple(new.not_removed),
+        )
+
+    @cached_property
+    def _flat(self) -> tuple[Tensors, dict[str, str]]:
+        """The tensors that a format of tensors gets values of, and the text of the rest if all is kept."""
+        if self.state is None:
+            read = self.checkpoint
+            flat = full.encode_entry(read.path, read.tree, read.protocol)
+            return flat.tensors, {full.ENTRY: flat.text}
+        return {name: ref for name, ref in self.state.tensors.items() if name not in self.ties}, {}
+
+    def _write(self, out: Output) -> None:
+        if self._header_in_place is not None:
+            safetensors.write_with_header(self.checkpoint.source, self._header_in_place, out)
+        elif self.format == torch_zip.NAME:
+            torch_zip.write(self.checkpoint, out, self.path)
+        else:
+            safetensors.write(self.checkpoint.path, self._flat[0], self._metadata(), out)
+
+    def _metadata(self) -> dict[str, str]:
+        """Return the text of a safetensors header; none of ours if nothing is tied, as `save_file` has it."""
+        metadata = {**self.checkpoint.metadata, **self._flat[1]}
+        return OF_TORCH | metadata | self.ties if self.ties else metadata
+
+    def _shards(self) -> tuple[shards.Cut, str]:
+        """Return the shards, and the text of their index."""
+        tensors, texts = self._flat
+        cut = shards.cut_by_size(self.format, tensors, self.shard_size)
+        return cut, shards.index_text(cut, {**texts, **({shards.TIES: self.ties} if self.ties else {})})
+
+    def _write_shard(self, name: str, tensors: Tensors, out: Output) -> None:
+        if self.format == shards.SAFETENSORS:
+            safetensors.write(self.checkpoint.path, tensors, OF_TORCH | {**self.checkpoint.metadata}, out)
+        else:
+            torch_zip.write(replace(self.checkpoint, tree=OrderedDict_(tensors)), out, name)
+
+    def _for_dcp(self) -> Checkpoint:
+        """Return what DCP can hold of the checkpoint; with `full`, the rest of it is one entry of text."""
+        if not self.full:
+            models_apart: Checkpoint = need("dcp.reading").without_models(self.checkpoint)
+            return models_apart
+        tensors, texts = self._flat
+        return replace(self.checkpoint, tree={**tensors, **texts})
+
+    @cached_property
+    def _header_in_place(self) -> bytes | None:
+        """The header that takes the old one's place if the output is the input and its payload stays."""
+        source = self.checkpoint.source
+        is_state = self.format == safetensors.NAME and self.state is not None
+        if not is_state or not folders.is_same_file(source, self.path):
+            return None
+        return safetensors.header_in_place(source, self._flat[0], self._metadata())
+
+    def compare(self, written: Checkpoint, *, values: bool, progress: Progress | None) -> None:
+        """Compare what was written with what was intended."""
+        tensors = dict(written.tensors()) if self.state is None else written.state("").tensors
+        require_same(self.path, tensors, self.tensors(), values=values, progress=progress)
+
+    def _saved(self, nbytes: int, **facts: Any) -> Saved:
+        state = self.state
+        if state is None:
+            state = self.checkpoint.state(self.where) if self.where else self.checkpoint.found_state()
+        facts |= report(self.checkpoint, self.target, state, self.ties)
+        facts["not_copied"] = folders.not_copied(self.checkpoint, self.path, self.format)
+        return Saved(self.path, self.format, nbytes, **facts)
+
+
+def _dry(write: Callable[[Output], None]) -> int:
+    """Return how many bytes would be written."""
+    out = DryOutput()
+    write(out)
+    return out.position
+
+
+# ---- Saving a checkpoint: in the format that the output's name says, complete or not at all.
+
+
+@takes_checkpoint
+def save(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    state: str | None = None,
+    full: bool | None = None,
+    to: str | None = None,
+    shard_size: int | None = None,
+    verify: bool | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    **more: Any,
+) -> Saved:
+    """Write a checkpoint.
+
+    safetensors gets only the model's state, a `.pt` file everything. Memory stays flat. The input may be the
+    output. The output replaces nothing before it was read back: names, types and shapes as intended.
+
+    Args:
+        checkpoint: what is written.
+        path: the output; `-` is standard output. What is named by a URL (s3, gs, az, hf) is written to a
+            temporary file, and then uploaded.
+        state: dotted path of the model's state; None to find it.
+        full: write everything, also into a format of tensors; None: only if the input is already such a file.
+        to: the format; None: that of the folder which is there, or the one that the name's ending says.
+        shard_size: the most bytes of a shard, in sharded formats; 5 GB when None.
+        verify: None compares what is read with the checksums that its file states. True: also reads back the
+            values that were written. False: does not compare checksums either.
+        force: replace an existing output. Of a folder only the files of the checkpoint in it are replaced;
+            if it holds others, it must be the one that the checkpoint was read from, where they stay. A part
+            of an input is never replaced, nor the base of a delta that is one.
+        dry_run: write nothing: the same result, exact size included, and the same errors. Of DCP the size is
+            that of the values alone, and an error of torch's own library is not foreseen.
+        more: any of the following.
+        keep_copies: write a tied tensor once per name, instead of recording the tie.
+        kept: names of other files that may be in a folder which is replaced, and stay in it.
+        needed: further inputs, paths or open checkpoints, that are needed beside the output: no file of them
+            is replaced, with `force` either.
+        device: the device that a `.pt` tags its storages with, as `cpu`; None keeps those of the file.
+        progress: called with the number of bytes after each piece, also of values that are read back.
+        expect: called first, with about the number of bytes that progress will come to; again before an
+            upload, with those that are sent.
+        resume: go on with an output of remote files whose writing was interrupted, if it is of the same plan:
+            the same versions of the same objects, and the same call.
+        recipe: what tells computed values (a cast, a mean) from those of another call. Without it, and where
+            files state checksums, only bytes that are copied are not fetched again.
+        time: when the output was changed, in nanoseconds, where it is a file; None for now.
+
+    Returns:
+        What was written, and by name what was not.
+
+    Raises:
+        TypeError: `checkpoint` is something else, such as a path; or there is no such option.
+        OutputExists: there is something at `path`, and `force` is not given or can't help.
+        UsageFault: the ending says no format, options contradict each other, or the place can't be written.
+        Refused, NoState: the format can't hold something; there is no state, or none at `state`.
+        Damaged: what was read does not have its checksum (nothing was written), or what was written does not
+            read back as intended (it was removed).
+
+    Example:
+        >>> with ckpttool.open("last.pt") as checkpoint:
+        ...     plain, renaming = ckpttool.strip_prefix(checkpoint)
+        ...     saved = ckpttool.save(plain, "plain.safetensors")
+        >>> saved.keys, saved.left_out
+        (7, ('optimizer', 'epoch'))
+    """
+    options = SaveOptions(**more)
+    named = OutputPlace.at(path, force, options.needed, checkpoint)
+    with named.local(dry_run, options.progress, options.expect) as place:
+        target = destination(place.path, checkpoint, to, full=full)
+        require_sense(target, state, full, shard_size, options)
+        if options.device is not None:
+            checkpoint = replace(checkpoint, device=options.device)
+
+        def stay() -> list[str]:
+            return [*options.kept, *folders.companions(checkpoint, place.path)]
+
+        replaced = folders.replaced_by(checkpoint, place.path) if target.is_folder else None
+        place.require(replaced, stay, target.format, may_be_empty=not target.is_named_as_file)
+        plan = SavePlan(checkpoint, target, place, state, shard_size, options)
+        if options.expect is not None:
+            options.expect(0 if dry_run else plan.work(bool(verify)))
+        saved = plan.carried_out(verify, dry_run)
+    return replace(saved, path=named.path)

@@ -1,0 +1,90 @@
+"""What is imported on first use: a package's attributes (PEP 562), and what shows a value in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["NDArray", "attributes", "needing_torch", "np", "shown_by", "views_in"]
+
+_views = ""
+
+
+class _Module:
+    """A module that is imported when a name in it is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        module = import_module(self._name)
+        vars(self).update(vars(module))  # so that later look-ups cost what those in a module do
+        return getattr(module, name)
+
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+else:  # most commands need no numpy, and start sooner without it
+    np, NDArray = _Module("numpy"), Any
+
+
+def attributes(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return a package's `__getattr__`, `__dir__` and `__all__`, given its modules' public names.
+
+    They are separated by spaces; under `""` are modules that are public themselves. `__getattr__` raises
+    NeedsTorch where torch is needed and missing.
+    """
+    home = {name: module for module, names in modules.items() for name in names.split()}
+
+    def __getattr__(name: str) -> object:
+        if name not in home:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        with needing_torch(f"{package}.{name}"):
+            if not home[name]:
+                return import_module(f"{package}.{name}")
+            try:
+                module = import_module(f"{package}.{home[name]}")
+            except ModuleNotFoundError as error:
+                room = home[name].partition(".")[0]
+                if error.name != f"{package}.{room}":
+                    raise
+                what = f"module '{package}' has no attribute '{name}': its room '{room}' was taken out"
+                raise AttributeError(what) from None
+            return getattr(module, name)
+
+    return __getattr__, lambda: sorted(home), list(home)
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Raise NeedsTorch, which names the extra, where `what` lacks torch: a block, or a function."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            from ..errors import NeedsTorch
+
+            raise NeedsTorch(what) from error
+        raise
+
+
+def views_in(module: str) -> None:
+    """Name the module of the functions that `shown_by` calls; it knows the classes, so stands above them."""
+    global _views
+    _views = module
+
+
+def shown_by(view: str) -> Callable[[Any], str | None]:
+    """Return a `_repr_html_` that is a function of the module which `views_in` was given."""
+
+    def _repr_html_(self: Any) -> str | None:
+        html: str | None = getattr(import_module(_views), view)(self) if find_spec(_views) else None
+        return html
+
+    return _repr_html_

@@ -1,0 +1,208 @@
+"""URLs as people type them, and the form in which they go through the house: a path without secrets.
+
+A canonical URL is split, joined and shown as a path is. What signs it (its query) stays in this module, so
+that no message, JSON or cache can hold it; `?…` and eight digits stand in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+from ...errors import Unreadable, Unsupported
+from .. import system
+from ..tensors.ref import ByteRange, Computed, Source, Storage
+from . import ahead
+
+OFFLINE = "CKPTTOOL_OFFLINE"  # the variable that --offline sets
+ON = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
+
+WEB, BUCKETS, HUB = ("https", "http"), ("s3", "gs", "az"), "hf"
+
+URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
+SIGNING = re.compile(r"\?(.*&)?(sig|signature|token|[\w-]*-(signature|credential|token))=", re.IGNORECASE)
+KEPT = re.compile(r"(%2f|%25|%23|%3f)", re.IGNORECASE)  # /, # and ? in a name, and % itself
+
+_queries: dict[str, str] = {}  # of canonical URLs
+
+
+class RemotePlace(NamedTuple):
+    """Where a canonical URL leads."""
+
+    scheme: str
+    store: str  # a host with its port, a bucket; of the hub nothing: what is behind it tells the repository
+    key: str
+    query: str = ""  # secret
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL, and not a local path that looks like one and is there."""
+    return "://" in path and URL.match(path) is not None and not os.path.lexists(path)
+
+
+def canonical(path: str, revision: str | None = None) -> str:
+    """Return a URL without its secrets, a path as it is, and the path that a file:// URL means.
+
+    Args:
+        path: a path or URL; a canonical one stays as it is.
+        revision: of a repository of the hub that names none itself.
+
+    Raises:
+        Unsupported: URLs of this scheme are not read. Unreadable: the URL is malformed, or holds a password.
+    """
+    if path in _queries:
+        return path
+    if not is_url(path):
+        return system.local(path)
+    match = URL.match(path)
+    assert match is not None
+    scheme, rest = match[1].lower(), match[2]
+    if "@" in (authority := rest.partition("/")[0]) and (scheme != HUB or ":" in authority):
+        what = "holds a password, which others on this machine can see"
+        raise Unreadable(_shown(scheme, rest), what, hint="name it without; ask the owner for a signed link")
+    if scheme == "file":
+        return _local(path, rest)
+    if scheme == HUB:
+        return _of_hub(rest, revision)
+    if os.environ.get(OFFLINE):
+        raise Unreadable(_shown(scheme, rest), "is not asked for while offline", hint="leave out --offline")
+    if scheme in WEB:
+        return _web(scheme, rest)
+    if scheme in BUCKETS:
+        if not rest.partition("/")[0]:
+            raise Unreadable(path, "names no bucket", hint=f"for example: {scheme}://BUCKET/KEY")
+        if SIGNING.search(rest):
+            what = "is signed, and buckets are asked with the credentials of the environment"
+            raise Unreadable(_shown(scheme, rest), what, hint="name it by https://, or without what signs it")
+        return f"{scheme}://{rest}"
+    hint = "https, hf, s3, gs and az are read; download it first"
+    raise Unsupported(_shown(scheme, rest), "is a URL of a kind that is not read here", hint=hint)
+
+
+def place_of(url: str) -> RemotePlace:
+    """Return where a canonical URL leads."""
+    scheme, _, rest = without_query(url).partition("://")
+    if scheme == HUB:
+        return RemotePlace(scheme, "", rest)
+    store, _, key = rest.partition("/")
+    return RemotePlace(scheme, store, key, _queries.get(url, ""))
+
+
+def without_query(url: str) -> str:
+    """Return a canonical URL without what stands in the place of its query, if it has one."""
+    return url.rpartition("?…")[0] if url in _queries else url
+
+
+def _shown(scheme: str, rest: str) -> str:
+    """Return a URL for an error, without password and query."""
+    authority, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def _local(path: str, rest: str) -> str:
+    from urllib.parse import unquote  # here, so that paths don't pay for it
+
+    host, slash, name = rest.partition("/")
+    if host not in ("", "localhost"):
+        raise Unreadable(
+            path, f"names a file of the machine {host}", hint="name a file of this one: file:///PATH"
+        )
+    return system.path_of_url(unquote(slash + name))
+
+
+def _web(scheme: str, rest: str) -> str:
+    from urllib.parse import unquote, urlsplit
+
+    begin, _, query = rest.partition("#")[0].partition("?")
+    shown = _shown(scheme, rest)
+    try:
+        parts = urlsplit(f"{scheme}://{begin}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise Unreadable(shown, "is not a URL: its host or port is malformed") from None
+    if not host:
+        raise Unreadable(shown, "names no host", hint=f"for example: {scheme}://HOST/FILE")
+    name = begin.partition("/")[2]
+    path = "".join(part if KEPT.fullmatch(part) else unquote(part) for part in KEPT.split(name))
+    host = f"[{host}]" if ":" in host else host
+    url = f"{scheme}://{host}{'' if port is None else f':{port}'}/{path}"
+    if not query:
+        return url
+    import hashlib  # loads OpenSSL, which a request loads anyway
+
+    url += f"?…{hashlib.sha256(query.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+    if _queries.setdefault(url, query) != query:
+        raise Unreadable(url, "can't be told from another URL of this process", hint="name one at a time")
+    return url
+
+
+def _of_hub(rest: str, revision: str | None) -> str:
+    """Return the URL at a revision, if it names none itself; while offline, the path in the hub's cache."""
+    from .hub import cached, split
+
+    place = split(rest)
+    if revision is not None and place.revision is None:
+        name = rest.removesuffix(place.path).rstrip("/")
+        rest = f"{name}@{revision.replace('/', '%2F')}" + f"/{place.path}" * bool(place.path)
+        place = split(rest)
+    if os.environ.get(OFFLINE) or os.environ.get("HF_HUB_OFFLINE", "").upper() in ON:
+        return cached(place) or f"hf://{rest}"  # which the store refuses, and says why
+    return f"hf://{rest}"
+
+
+# ---- What an operation is going to read of remote objects, announced before it does.
+
+
+def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
+    """Announce what an operation will read of remote objects: each storage about once, and in this order.
+
+    Args:
+        storages: all that will be read; those in files of this machine are passed over.
+        as_they_lie: they are read in the order of their places instead, as copies are, and what is put
+            together by stretches.
+    """
+    seen: set[int] = set()
+    jobs = list[list[ByteRange]]()
+    for storage in storages:
+        data = storage.data
+        if as_they_lie and isinstance(data, Computed) and (stretches := data.stretches()):
+            if id(storage) not in seen:
+                jobs += ([place] for _, place in stretches if not place.source.is_local)
+            seen.add(id(storage))
+        elif isinstance(data, ByteRange) and data.source.is_local and not storage.origins:
+            continue  # nothing to ask for, as for all that is on this machine
+        elif places := _places(storage, seen):
+            jobs.append(places)
+    if as_they_lie:
+        jobs.sort(key=lambda places: (places[0].source.place, places[0].offset))
+    of_source: dict[Source, list[ahead.Range]] = defaultdict(list)
+    for place in chain.from_iterable(jobs):
+        of_source[place.source].append((place.offset, place.offset + place.nbytes))
+    # What is put together from many objects has a piece of each in use, and two where one tensor ends and the
+    # next one begins, and the next ones of some are on their way: the ends of pieces are spread, so that not
+    # all are needed at once.
+    together = max((len({place.source for place in places}) for places in jobs), default=1)
+    at_once = min(3 * together, together + 2 * ahead.UNDER_WAY)
+    nbytes = max(ahead.SMALLEST, min(ahead.LARGEST, ahead.HELD // at_once))
+    line = ahead.Line()
+    waiting = {
+        source: source.expect(ranges, nbytes, nbytes * (number % together) // together, line)
+        for number, (source, ranges) in enumerate(of_source.items())
+    }
+    for place in chain.from_iterable(jobs):
+        line.add(waiting[place.source], place.offset, place.offset + place.nbytes)
+
+
+def _places(storage: Storage, seen: set[int]) -> list[ByteRange]:
+    """Return where the bytes of a storage are read; a checksum is one of all that a part is taken from."""
+    if id(storage) in seen:
+        return []
+    seen.add(id(storage))
+    own = [storage.data] if isinstance(storage.data, ByteRange) else []
+    below = [origin for origin in storage.origins if not own or origin.crc32 is not None]
+    places = [*own, *(place for origin in below for place in _places(origin, seen))]
+    return [place for place in places if not place.source.is_local]

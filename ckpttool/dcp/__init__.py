@@ -1,0 +1,1 @@
+"""DCP folders, as torch.distributed.checkpoint saves them"""

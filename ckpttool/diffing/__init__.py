@@ -1,0 +1,1 @@
+"""How two checkpoints differ, by name and value"""

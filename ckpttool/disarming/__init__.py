@@ -1,0 +1,1 @@
+"""Checkpoints of tensors and plain values alone, in place of objects"""

@@ -1,1 +1,0 @@
-"""DCP folders, as `torch.distributed.checkpoint` saves them."""

@@ -1,1 +1,0 @@
-"""What DeepSpeed's ranks wrote, ZeRO stages 0 to 3."""

@@ -1,1 +1,0 @@
-"""torch's own formats: zip, legacy, tar, TorchScript."""

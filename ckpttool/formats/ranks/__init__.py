@@ -1,1 +1,0 @@
-"""Files that ranks wrote, each its own: DTensors, ShardedTensors, pieces of Hugging Face."""

@@ -1,1 +1,0 @@
-"""Saving: the format, the plan of one output, and its report."""

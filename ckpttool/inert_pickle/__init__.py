@@ -1,1 +1,0 @@
-"""Any pickle read and written as inert values: nothing it names is imported or called."""

@@ -1,0 +1,268 @@
+"""The command `ckpttool inspect`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..core.cli import options
+from ..core.cli.console import (
+    Console,
+    columns,
+    counted,
+    printable,
+    show_bytes,
+    table,
+    terminal_width,
+    without,
+)
+from ..core.cli.reading import Answer, answer_each, fields_of, open_file
+from ..core.cli.schemas import Fields, fields_like
+from ..core.words import number
+from ..errors import SeveralCheckpoints
+
+if TYPE_CHECKING:
+    from ..core.checkpoint.checkpoint import Checkpoint
+    from .summary import Summary
+    from .tables import CheckpointRow, Stats, TensorRow
+
+STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
+TENSORS = (*STATS[:3], "bytes", "shared with")
+LEAST = 16  # columns that a name keeps
+
+
+def _printed() -> list[Fields]:
+    from .summary import Summary
+    from .tables import CheckpointRow, Stats, TensorRow
+
+    tensor = {
+        **fields_like(TensorRow, maybe=("kind", "local_shape")),
+        "stats?": (Stats | None, "with --stats"),
+    }
+    other: Fields = {
+        "name": (str, "its dotted path"),
+        "type": (str, "its type"),
+        "value?": (object, "the value, when it is plain and short"),
+        "size?": (int, "the number of entries of a container"),
+        "same_as?": (str, "the first name of a container in several places, where its entries are"),
+    }
+    file: Fields = {
+        **fields_like(Summary),
+        "dtypes": (dict[str, int], "dtype -> how many tensors of the state have it"),
+        "devices": (dict[str, int], "device -> how many tensors of the state are tagged with it"),
+        "state_bytes": (int, "bytes of the state's tensors, ties counted once"),
+        "tensors": ([tensor], "every tensor of the file"),
+        "other": ([other], "everything that is not a tensor"),
+    }
+    checkpoint: Fields = {
+        **fields_like(CheckpointRow),
+        "whole": (bool, "whether it can be read"),
+        "problem": (str | None, "why it can't"),
+    }
+    run: Fields = {
+        "path": (str, "the folder of a run"),
+        "checkpoints": ([checkpoint], "those in it, the newest first"),
+    }
+    return [file, run]
+
+
+@options.command("Look", "Show what is in a file, without running any of it", _printed, several=True)
+@options.files_argument
+@options.option("--depth N", "Show modules N levels deep.", type=click.IntRange(1))
+@options.flag("--tensors", "One line per tensor: name, dtype, shape, bytes.", "listed")
+@options.flag("--stats", "Read every value: min, max, mean, standard deviation, NaN.", "measured")
+@options.state_option
+@options.no_verify_option
+@options.reading
+def inspect(
+    console: Console, files: tuple[str, ...], depth: int | None, state: str | None, **flags: Any
+) -> int:
+    """Show what is in each FILE, without loading it or running anything it names.
+
+    Modules are shown as a tree, as deep as fits on a screen; identical ones in a row are shown in one line,
+    with their totals. Of a run's folder the checkpoints in it are listed.
+
+    \b
+    Example:
+      ckpttool inspect last.pt
+    """
+    from .page import page
+    from .summary import summarize
+    from .tables import tensor_rows
+
+    listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
+    pages = options.added(flags, console, *files)
+
+    def answer(file: str) -> Answer:
+        try:
+            opened = open_file(console, file)
+        except SeveralCheckpoints:
+            if pages or (run := _of_run(file)) is None:
+                raise
+            return run
+        with opened as checkpoint:
+            summary = summarize(checkpoint, state)
+            stats = _measure(console, checkpoint, verify, bool(pages)) if measured else {}
+            for write in pages:
+                write(checkpoint, summary, stats)
+            if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
+                records = counted(unseen, "record has a header", "records have headers")
+                console.note(f"only the directory was read: {records} too, compared when the bytes are read")
+            if console.json:
+                return Answer("", _fields(summary, tensor_rows(checkpoint), stats))
+            width = terminal_width(sys.stdout)
+            if measured and (width or not listed):
+                lines = stats_table(tensor_rows(checkpoint), stats, width)
+            elif listed:
+                lines = tensor_lines(tensor_rows(checkpoint), width, stats)
+            else:
+                lines = page(summary, depth, width, _lines(), everything=console.verbose)
+            return Answer("\n".join(lines), {})
+
+    return answer_each(files, console, answer, between="" if listed else "\n")
+
+
+def _of_run(folder: str) -> Answer | None:
+    """Return the table of the checkpoints in a run's folder; None if none of them can be read."""
+    from .tables import checkpoint_rows
+
+    rows = checkpoint_rows(folder)
+    if not any(row.format for row in rows):
+        return None
+    checkpoints = [
+        fields_of(row) | {"whole": not row.problem, "problem": row.problem or None} for row in rows
+    ]
+    lines = _run_page(folder, rows, terminal_width(sys.stdout))
+    return Answer("\n".join(lines), {"path": folder, "checkpoints": checkpoints})
+
+
+def _lines() -> int:
+    """Return how many lines of modules fit on the terminal with the facts."""
+    return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
+
+
+def _measure(
+    console: Console, checkpoint: Checkpoint, verify: bool, for_page: bool
+) -> Mapping[str, Stats | None]:
+    from .tables import BINS, measure_all
+
+    bins = BINS if for_page else 0
+    with console.progress(checkpoint.nbytes, "reading") as progress:
+        return measure_all(checkpoint, bins=bins, verify=verify, progress=progress)
+
+
+def _fields(
+    summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
+) -> dict[str, object]:
+    here = summary.here
+    return fields_of(summary) | {
+        "dtypes": here.dtypes,
+        "devices": here.devices,
+        "state_bytes": here.nbytes,
+        "tensors": [_tensor_fields(row, stats) for row in rows],
+        "other": [
+            {"name": row.name, "type": row.type}
+            | ({"value": row.value} if row.has_value else {})
+            | ({"size": row.size} if row.size is not None else {})
+            | ({"same_as": row.same_as} if row.same_as is not None else {})
+            for row in summary.other
+        ],
+    }
+
+
+def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[str, object]:
+    fields = row._asdict()
+    if row.kind is None:
+        del fields["kind"], fields["local_shape"]
+    if row.name in stats:
+        measured = stats[row.name]
+        fields["stats"] = measured and fields_of(measured)
+    return fields
+
+
+def tensor_lines(
+    rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
+) -> Iterator[str]:
+    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
+    cells: list[Sequence[str]] = []
+    for row in rows:
+        tensor = (printable(row.name), row.type, row.sizes, str(row.nbytes), printable(row.shared_with or ""))
+        cells.append((*tensor, *(_figures(stats.get(row.name)) if stats else ())))
+    if width is not None:
+        giving_way = [("shared with", True), ("bytes", True)]
+        return _fitted((*TENSORS, *STATS[3:]), cells, giving_way, (0, 1, 4), width)
+    header = [(*TENSORS, *STATS[3:])] if stats and cells else []
+    return map("\t".join, [*header, *cells])
+
+
+def stats_table(
+    rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
+) -> Iterator[str]:
+    """Yield a table of statistics with one line per tensor."""
+    from ..core.checkpoint.module_tree import shape_in_words
+
+    cells: list[Sequence[str]] = [STATS]
+    for row in rows:
+        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
+        cells.append((printable(row.name), row.type, shape, *_figures(stats.get(row.name))))
+    if len(cells) == 1:
+        return
+    if not any(stat and stat.non_finite for stat in stats.values()):
+        cells = [line[:-1] for line in cells]
+    giving_way = [("std", False), ("mean", False), ("dtype", True), ("shape", True)]
+    yield from _fitted(STATS, cells, giving_way, (0, 1), width)
+
+
+def _fitted(
+    heads: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    giving_way: Sequence[tuple[str, bool]],  # and whether names, the first column, are cut before it goes
+    to_the_left: Collection[int],
+    width: int | None,
+) -> Iterator[str]:
+    """Yield a table without the columns that give way, in this order, to a narrow terminal; name those."""
+    if width is None or not cells:
+        yield from table(cells, to_the_left, width)
+        return
+    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
+    shown, hidden = [*range(len(widths))], []
+    for head, after_names in giving_way:
+        first = min(widths[0], LEAST) if after_names else widths[0]
+        others = (min(widths[i], LEAST) if heads[i] == "shared with" else widths[i] for i in shown[1:])
+        if first + sum(wide + 2 for wide in others) > width:
+            shown.remove(heads.index(head))
+            hidden.append(head)
+    lefts = [place for place, i in enumerate(shown) if i in to_the_left]
+    yield from table([[line[i] for i in shown] for line in cells], lefts, width)
+    yield from without([head for head in heads if head in hidden], width)
+
+
+def _figures(stat: Stats | None) -> list[str]:
+    if stat is None:
+        return ["-"] * 5
+    numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
+    return [*("-" if value is None else number(value, 4) for value in numbers), str(stat.non_finite)]
+
+
+def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) -> Iterator[str]:
+    """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
+    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint')}, newest first"
+    rows: list[tuple[str, ...]] = [("checkpoint", "step", "format", "bytes", "")]
+    for entry in entries:
+        path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
+        verdict = "whole, without an optimizer" if entry.optimizer is False else "whole"
+        if entry.problem:
+            verdict = f"no: {entry.problem}"
+        rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))
+    if all(entry.step is None for entry in entries):
+        rows = [(path, *others) for path, _, *others in rows]
+    yield from table(rows, (0, len(rows[0]) - 3, len(rows[0]) - 1), width)
+    whole = next((entry for entry in entries if not entry.problem), entries[0])
+    yield ""
+    yield f"ckpttool inspect {shlex.quote(whole.path)}"

@@ -1,0 +1,1 @@
+"""Keys renamed: prefixes stripped and added, regular expressions"""

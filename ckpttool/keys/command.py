@@ -1,0 +1,197 @@
+"""The commands that change keys: strip-prefix, add-prefix, rename-keys."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from ..core.cli import options
+from ..core.cli.console import show_names
+from ..core.cli.rewriting import Change, Outcome, Target, rewrite, rewritten
+
+if TYPE_CHECKING:
+    from ..core.checkpoint.checkpoint import Checkpoint
+    from ..core.checkpoint.prefixes import Renaming
+
+
+@options.command("Rename", "Take a wrapper's prefix off the keys", rewritten)
+@options.option("--prefix", "What to remove, including the dot.", default="module.", show_default=True)
+@options.flag("--repeat", "Repeat until none is left, e.g. module.module.conv.weight.")
+@options.flag("--anywhere", "Also remove it inside a name, e.g. 0._orig_mod.weight.")
+@options.several("--drop KEY", "Leave out a key, e.g. n_averaged.")
+@options.several("--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.")
+@options.writing
+def strip_prefix(
+    job: options.WriteJob,
+    prefix: str,
+    repeat: bool,
+    anywhere: bool,
+    drop: tuple[str, ...],
+    keep: tuple[str, ...],
+) -> None:
+    """Take a wrapper's prefix off the keys that carry it.
+
+    DistributedDataParallel and DataParallel save every key as `module.…`, torch.compile as `_orig_mod.…`. The
+    prefix is taken from the front of keys only, so `features.module.0.weight` stays whole. A .pt OUTPUT keeps
+    everything else that INPUT holds; its optimizer's parameter names, and other states that carry the prefix
+    (an average), are renamed too, unless --state names one. .safetensors holds only the model's tensors, and
+    what is left out is named. AveragedModel's counter stays unless it is dropped: --drop n_averaged.
+
+    \b
+    Examples:
+      ckpttool strip-prefix last.pt model.safetensors
+      ckpttool strip-prefix lightning.ckpt model.pt --prefix model.
+    """
+    from ..core.checkpoint import keys
+
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        left_out = drop
+        if keep:
+            checkpoint, others = _keep_alone(checkpoint, keep, target)
+            left_out += others
+        new, renaming = keys.strip_prefix(
+            checkpoint, prefix, repeat=repeat, anywhere=anywhere, drop=drop, state=target.state
+        )
+        outcome = _outcome(f"stripped '{prefix}' from", renaming)
+        outcome.left_out = left_out
+        outcome.notes.extend(_what_is_left(list(renaming.names.values()), prefix))
+        return new, outcome
+
+    rewrite(job, transform)
+
+
+def _keep_alone(
+    checkpoint: Checkpoint, keep: tuple[str, ...], target: Target
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with the state and what --keep names, and the names of what was left out."""
+    from ..core.checkpoint.pickled_modules import own_attributes
+    from ..core.checkpoint.selection import drop
+    from ..errors import NothingToDo, UsageFault
+
+    if not target.place.holds_all:
+        hint = "name a .pt file, which holds what --keep names"
+        raise UsageFault(f"--keep: {target.place.format} holds only the tensors of the state", hint=hint)
+    state = checkpoint.state(target.state)
+    of_model = len([*own_attributes(state.module)])  # they come first, and can't be taken out of the object
+    outside = checkpoint.outside(state)[of_model:]
+    if missing := [name for name in keep if name not in outside]:
+        raise NothingToDo(
+            f"{checkpoint.path}: holds nothing named '{missing[0]}' outside the state",
+            hint=f"there are: {show_names(outside)}" if outside else "the state is all that it holds",
+        )
+    others = tuple(name for name in outside if name not in keep)
+    return drop(checkpoint, others), others
+
+
+def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
+    """Yield a note on a wrapper's prefix that the new names still carry, if they carry one."""
+    from ..core.checkpoint.prefixes import found_prefixes, inner_prefixes
+
+    if again := sum(name.startswith(prefix) for name in names):
+        keys = f"{again} of {len(names)} keys"
+        yield f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
+        return
+    for found, where, more in (
+        (found_prefixes(names), "begin with", ""),
+        (inner_prefixes(names), "hold inside", " --anywhere"),
+    ):
+        if found and found[0].certain:
+            left = found[0]
+            command = f"ckpttool strip-prefix --prefix {left.prefix}{more}"
+            yield f"{left.keys} of {left.of} keys still {where} '{left.prefix}': {command}"
+            return
+
+
+@options.command("Rename", "Put a wrapper's prefix before every key", rewritten)
+@options.option(
+    "--prefix", "What to put before keys, including the dot.", default="module.", show_default=True
+)
+@options.writing
+def add_prefix(job: options.WriteJob, prefix: str) -> None:
+    """Put a wrapper's prefix before every key: the inverse of strip-prefix.
+
+    For a script that loads into a model it has already wrapped in DistributedDataParallel.
+
+    \b
+    Example:
+      ckpttool add-prefix model.safetensors for-ddp.pt
+    """
+    from ..core.checkpoint import keys
+
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        new, renaming = keys.add_prefix(checkpoint, prefix, state=target.state)
+        outcome = _outcome(f"added '{prefix}' to", renaming)
+        if not prefix.endswith("."):
+            first = next(iter(renaming.names.values()), prefix)
+            with_dot = f"with a dot: --prefix {shlex.quote(f'{prefix}.')}"
+            outcome.notes.append(f"the prefix ends in no dot, so keys are like '{first}'; {with_dot}")
+        if twice := sum(name.startswith(prefix) for name in renaming.names):
+            had = f"{twice} of {len(renaming.names)} keys had '{prefix}' already"
+            outcome.notes.append(f"{had}, and now begin with '{prefix * 2}'")
+        return new, outcome
+
+    rewrite(job, transform)
+
+
+@options.command("Rename", "Rename keys by regular expressions", rewritten)
+@options.option(
+    "--map REGEX=REPLACEMENT",
+    "What to rename, as re.sub does. Repeatable; applied in order.",
+    "rules",
+    multiple=True,
+    required=True,
+)
+@options.writing
+def rename_keys(job: options.WriteJob, rules: tuple[str, ...]) -> None:
+    """Rename keys by regular expressions.
+
+    Two keys that would get the same name are refused; module versions and the optimizer's parameter names
+    follow.
+
+    \b
+    Example:
+      ckpttool rename-keys model.pt renamed.pt --map '^backbone\\.=model.'
+    """
+    from ..core.checkpoint import keys
+
+    pairs = [_pair(rule) for rule in rules]
+
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        new, renaming = keys.rename_keys(checkpoint, pairs, state=target.state)
+        return new, _outcome("renamed", renaming)
+
+    rewrite(job, transform)
+
+
+def _pair(rule: str) -> tuple[str, str]:
+    """Split a rule at the first = before which the expression compiles, as `(?=a)b=c` has two."""
+    reason = ""
+    for equals in re.finditer("=", rule):
+        expression, replacement = rule[: equals.start()], rule[equals.end() :]
+        fault = _fault(expression) if expression else "the expression is empty"
+        if fault is None:
+            return expression, replacement
+        reason = reason or f": {fault}"
+    raise click.BadParameter(f"'{rule}' is not REGEX=REPLACEMENT{reason}", param_hint="--map")
+
+
+def _fault(expression: str) -> str | None:
+    """Return why `expression` is not a regular expression; None if it is one."""
+    try:
+        re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return None
+
+
+def _outcome(done: str, renaming: Renaming) -> Outcome:
+    """Return the outcome of a renaming; `done` stands before "3 of 4 keys"."""
+    renamed = {old: new for old, new in renaming.names.items() if old != new}
+    kept = tuple(old for old in renaming.names if old not in renamed)
+    also = {where: theirs.renamed for where, theirs in renaming.also.items()}
+    done = f"{done} {len(renamed)} of {len(renaming.names)} keys"
+    return Outcome(done, renamed, kept=kept, also_renamed=also)

@@ -1,0 +1,129 @@
+"""The commands of LoRA adapters: `merge-lora` and `extract-lora`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from ..core.cli import options
+from ..core.cli.console import counted, printable, show_bytes, table
+from ..core.cli.reading import fields_of, note_fields, note_state, open_file
+from ..core.cli.rewriting import WRITTEN, Change, Outcome, Target, report_written, rewrite, rewritten
+from ..core.cli.schemas import Fields, fields_like
+
+if TYPE_CHECKING:
+    from ..core.checkpoint.checkpoint import Checkpoint
+    from .differences import Extracted
+
+
+def _merge_printed() -> Fields:
+    from .merge import Merged
+
+    return rewritten(Merged)
+
+
+@options.command("Train on", "Add a LoRA adapter to its base model", _merge_printed)
+@click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
+@click.argument("adapter", metavar="ADAPTER", type=options.PATH)
+@options.output_argument
+@options.writing_options
+def merge_lora(job: options.WriteJob, adapter: str) -> None:
+    """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
+
+    BASE is the model's file or folder of shards, ADAPTER the folder that PEFT or diffusers wrote, or a file
+    of kohya's, whose layers are looked up in BASE, and refused where two fit. Each value is computed
+    in float64 and rounded once to the weight's own type, a few rows at a time; tensors that ADAPTER holds
+    whole take that of the model's, too. A layer tied to a module that ADAPTER holds whole keeps BASE's values
+    and is written apart, so config.json must then say "tie_word_embeddings": false. DoRA and other kinds that
+    do more than add a product are refused by name.
+
+    \b
+    Example:
+      ckpttool merge-lora model.safetensors adapter merged.safetensors
+    """
+    from . import merge
+    from .adapter import open_adapter
+
+    opened = open_adapter(adapter)
+
+    def transform(checkpoint: Checkpoint, target: Target) -> Change:
+        new, merged = merge.merge_lora(checkpoint, opened, state=target.state)
+        done = f"added {counted(len(merged.updated), 'update')} of {adapter}"
+        settings = {"tie_word_embeddings": False} if merged.untied else {}
+        return new, Outcome(done, casting=merged.casting, settings=settings, result=merged)
+
+    with opened.checkpoint:
+        rewrite(job, transform, needed=(job.input, adapter))
+
+
+def _extract_printed() -> Fields:
+    from .adapter import SavedAdapter
+    from .differences import Extracted, Layer
+
+    worst = (Layer, "the layer with the largest error")
+    return {**fields_like(Extracted), "worst": worst, **fields_like(SavedAdapter), **WRITTEN}
+
+
+@options.command("Train on", "What a model has learnt, as a LoRA adapter", _extract_printed)
+@click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
+@click.argument("tuned", metavar="TUNED", type=options.PATH, callback=options.note_inputs)
+@options.output_argument
+@options.option("--rank R", "The rank of the factors.", type=click.IntRange(1), required=True)
+@options.option(
+    "--others WHAT",
+    "What differs and can't be factors: save it whole in the adapter, or drop it.",
+    type=click.Choice(("save", "drop")),
+)
+@options.state_option
+@options.folder_options
+def extract_lora(job: options.WriteJob, tuned: str, rank: int, others: str | None) -> None:
+    """Write what TUNED has learnt since BASE as a LoRA adapter, the inverse of merge-lora.
+
+    OUTPUT is a folder that PEFT and merge-lora read. Each linear layer and convolution that differs gets the
+    factors nearest to its difference, computed in float64 and kept in float32; the error is what they miss,
+    as a part of the difference, by layer with -v. Norms, biases and embeddings can't be factors: if they
+    differ, say what becomes of them with --others.
+
+    \b
+    Example:
+      ckpttool extract-lora base.safetensors tuned.safetensors learnt/ --rank 16
+    """
+    from ..core.formats.output import OutputPlace
+    from .adapter import require_place, save_adapter
+    from .differences import extract_lora as extract
+
+    console, started = job.console, time.perf_counter()
+    require_place(OutputPlace(job.output, job.force, (job.input, tuned)))
+    with open_file(console, job.input) as base, open_file(console, tuned) as other:
+        note_state(console, base, job.state)
+        with console.bar("extracting") as bar:
+            adapter, extracted = extract(
+                base, other, rank, others=others, state=job.state, verify=job.verify, **bar.calls
+            )
+        saved = save_adapter(
+            adapter, extracted.config, job.output, verify=job.verify, force=job.force, dry_run=job.dry_run
+        )
+    if console.verbose:
+        console.note("\n".join(_errors(extracted)))
+    note_fields(console, extracted)
+    worst = extracted.worst
+    data = {**fields_of(extracted), "worst": fields_of(worst), **fields_of(saved)}
+    done = f"extracted {counted(len(extracted.layers), 'layer')}"
+    size = f"{show_bytes(saved.nbytes)}, largest error {_percent(worst.error)} in {printable(worst.name)}"
+    report_written(console, done, saved.path, size, time.perf_counter() - started, data, dry=job.dry_run)
+
+
+def _errors(extracted: Extracted) -> list[str]:
+    rows = [("layer", "shape", "rank", "error", "largest")]
+    for layer in extracted.layers:
+        shape = " x ".join(map(str, layer.shape))
+        rows.append(
+            (printable(layer.name), shape, f"{layer.rank}", _percent(layer.error), f"{layer.max_abs:.2g}")
+        )
+    return [*table(rows, {0})]
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %"

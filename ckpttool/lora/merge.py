@@ -1,0 +1,448 @@
+"""Ties of a base model that an adapter parts: PEFT saves a module whole as a copy that nothing is tied to.
+
+With the embedding alone in `modules_to_save`, the output layer of a tied model keeps the base's values, and
+PEFT's `merge_and_unload` writes it under a name of its own, with `tie_word_embeddings` false. A base that is
+saved by transformers does not name it. Measured with PEFT 0.21 and transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain, product
+from math import prod, sqrt
+from typing import Any
+
+from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
+from ..core.checkpoint.module_tree import EMBEDDINGS, orientations
+from ..core.checkpoint.prefixes import MAX_LEVELS
+from ..core.checkpoint.selection import replace_state
+from ..core.checkpoint.settings import config_of
+from ..core.checkpoint.special_tensors import require_plain, with_plain_tensor
+from ..core.checkpoint.state import State
+from ..core.inert_pickle.values import remade
+from ..core.lazy import NDArray, np
+from ..core.tensors.cast import Caster, CastReport, CastReports, in_float64, nearest, reader
+from ..core.tensors.ref import PLAIN_FLOATS, Computed, DType, TensorRef
+from ..core.tensors.values import CHUNK, same_values
+from ..core.words import noted
+from ..errors import Damaged, NothingToDo, Refused, Unsupported
+from .adapter import CONFIG, IN_PYTHON, Adapter
+from .other_names import in_peft_names
+
+# Modules whose embedding transformers ties to a layer named `lm_head`.
+ROOTS = {"model", "transformer", "model.decoder", "model.language_model"}
+FEW = 8  # layers of words, of which a model has one each, or one for each of its parts
+WITH_OUTPUT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining")
+TASKS = {
+    **dict.fromkeys(("CAUSAL_LM", "SEQ_2_SEQ_LM"), True),
+    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"), False),
+}
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a name is that of the weight of an embedding of tokens, as transformers names them."""
+    return name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS
+
+
+def saved_module(name: str, saved: Collection[str]) -> str:
+    """Return the path of the module in `modules_to_save` that a tensor is of; "" for none."""
+    parts = name.split(".")[: MAX_LEVELS + 1]
+    for end in range(len(parts) - 1, 0, -1):
+        if any(".".join(parts[start:end]) in saved for start in range(end)):
+            return ".".join(parts[:end])
+    return ""
+
+
+def tying(base: str, output: str, embedding: str) -> str:
+    """Return the command that gives the output layer of a tied model its name."""
+    pair = shlex.quote(f"{output}={embedding}")
+    return f"ckpttool convert {shlex.quote(base)} tied.safetensors --tie {pair}, and merge into that"
+
+
+@dataclass
+class Ties:
+    """Which of a model's tensors take what an adapter holds whole."""
+
+    base: str
+    tensors: Mapping[str, TensorRef]
+    adapter: Adapter
+    whole: dict[str, TensorRef]
+    updates: Collection[str]
+
+    def __post_init__(self) -> None:
+        tensors, saved = self.tensors, self.adapter.saved_modules()
+        self.config = config_of(self.base)
+        self.names: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            self.names[tensor.view].append(name)
+        # Where PEFT ties the copies (Llama, but not GPT-2), both are in the file.
+        keeps_ties = bool(self.adapter.config.get("ensure_weight_tying")) and self._join_copies()
+        replaced = [name for name in self.whole if name in tensors and name not in self.updates]
+        # Names that leave their ties -> the adapter's tensor that they take.
+        self.alone = {name: name for name in replaced if keeps_ties or saved_module(name, saved)}
+        for name in tuple(self.alone):
+            module = saved_module(name, saved)
+            for other in self.names[tensors[name].view]:
+                if keeps_ties or saved_module(other, saved) == module:  # ties inside the module stay
+                    self.alone.setdefault(other, name)
+        # The adapter's tensors that all names of the same memory take.
+        self.by_view = [name for name in replaced if name not in self.alone]
+        # Layers that the base ties and does not name, with its values.
+        outputs = [] if keeps_ties else [(self._unnamed(name), tensors[name]) for name in self.alone]
+        self.unnamed = {output: tensor for output, tensor in outputs if output}
+
+    def untied(self) -> tuple[str, ...]:
+        """Return the names of layers that the base ties to others, and the result does not."""
+        views = {self.tensors[name].view for name in self.alone}
+        parted = [name for view in views for name in self.names[view] if name not in self.alone]
+        added = [name for name in self.whole if name not in self.tensors and is_output(name)]
+        copies = [name for pair in self._copies() for name in pair if name not in self.alone]
+        return tuple(sorted({*parted, *added, *copies, *self.unnamed}))
+
+    def _copies(self) -> Iterator[tuple[str, str]]:
+        """Yield input and output layer of a tied base that saves both, if the adapter replaces any."""
+        embeddings, outputs = ([*filter(kind, self.tensors)][:FEW] for kind in (is_embedding, is_output))
+        tied = self.config.get("tie_word_embeddings")
+        for name, output in product(embeddings, outputs):
+            if tied is False or {name, output}.isdisjoint(self.alone):
+                continue
+            if tied or same_values(self.tensors[name], self.tensors[output]):
+                yield name, output
+
+    def following(self) -> tuple[str, ...]:
+        """Return the names that are tied to updated weights, and change with them."""
+        names = dict.fromkeys(other for name in self.updates for other in self.names[self.tensors[name].view])
+        return tuple(name for name in names if name not in self.updates and name not in self.alone)
+
+    def _join_copies(self) -> bool:
+        """Make equal copies in the adapter one, unnamed where the base has no such name; say if any were."""
+        embeddings, outputs = ([*filter(kind, self.whole)][:FEW] for kind in (is_embedding, is_output))
+        joined = False
+        for output in outputs:
+            layer = self.whole[output]
+            if same := next((name for name in embeddings if same_values(self.whole[name], layer)), None):
+                joined, self.whole[output] = True, self.whole[same]
+                if output not in self.tensors:
+                    del self.whole[output]
+        return joined
+
+    def _unnamed(self, name: str) -> str | None:
+        """Return the name of the layer that the base ties to a replaced one without naming it."""
+        tensor = self.tensors[name]
+        is_input = is_embedding(name)
+        if len(tensor.shape) != 2 or not (is_input or is_output(name)):
+            return None
+        named = chain(self.whole.items(), self.tensors.items())
+        if any(_may_be_tied(tensor, other, known) for known, other in named if known != name):
+            return None
+        tied = self._is_tied()
+        if tied is False:
+            return None
+        root = name.removesuffix(".weight").rpartition(".")[0]
+        if tied and is_input and root in ROOTS:
+            return "lm_head.weight"
+        other = "lm_head.weight" if is_input else "model.embed_tokens.weight"
+        config = "keep the model's config.json next to it, with tie_word_embeddings false where it isn't tied"
+        what = f"holds '{name[:80]}' whole, and {self.base} does not name the layer that it may tie to it"
+        hint = f"name it: {tying(self.base, other, name)}; or {config}"
+        raise Refused(self.adapter.checkpoint.path, what, hint=hint)
+
+    def _is_tied(self) -> bool | None:
+        """Return whether the base ties its output layer to the embeddings; None if nothing says so."""
+        task = TASKS.get(str(self.adapter.config.get("task_type")))
+        classes = self.config.get("architectures")
+        if isinstance(classes, list) and classes and task is None:
+            task = any(str(name).endswith(WITH_OUTPUT) for name in classes)
+        nested = self.config.get("text_config")
+        for settings in (self.config, nested if isinstance(nested, dict) else {}):
+            if isinstance(settings.get("tie_word_embeddings"), bool):
+                return settings["tie_word_embeddings"] and task is not False
+        # A language model without an output layer in its file is tied: the settings of GPT-2 don't say so.
+        return task
+
+
+def is_output(name: str) -> bool:
+    return f".{name}".endswith(".lm_head.weight")
+
+
+def _may_be_tied(tensor: TensorRef, other: TensorRef, name: str) -> bool:
+    """Return whether a tensor has the shape of an input or output layer, and is in no block."""
+    return tensor.shape == other.shape and not any(part.isdecimal() for part in name.split("."))
+
+
+# ---- Add a LoRA adapter to the model that it was trained on, as PEFT's `merge_and_unload` does.
+#
+# A weight W of a layer gets W + scale · B·A, with scale = alpha / r, or alpha / √r with rslora;
+# embeddings and layers of `fan_in_fan_out` (Conv1D) get the transposed product. What the adapter holds
+# whole is copied into the model's own, in the model's type. Source: PEFT's `LoraConfig`,
+# `tuners/lora/layer.py` and `utils/save_and_load.py`, 0.21.
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What an adapter changed.
+
+    Attributes:
+        updated: names of the weights that a product was added to.
+        replaced: names of tensors that the adapter holds whole, as `modules_to_save` and biases.
+        cast: those of them that the adapter has in another type than the model, which keeps its own.
+        added: names that only the adapter has.
+        untied: names that the base ties to a tensor which the adapter replaces: they keep the base's values
+            under a name of their own, and the model must be loaded with `tie_word_embeddings` false.
+        followed: names that the base ties to an updated weight, and that changed with it.
+        casting: which numbers became infinite, 0 or NaN, complete once the result is saved.
+    """
+
+    updated: tuple[str, ...]
+    casting: CastReports = field(metadata={"json": None})
+    replaced: tuple[str, ...] = noted("replaced by the adapter's")
+    cast: tuple[str, ...] = noted("of other types in the adapter, and cast to the model's")
+    added: tuple[str, ...] = noted("added")
+    followed: tuple[str, ...] = noted("tied to an updated weight, and changed with it as in PEFT's merge")
+    untied: tuple[str, ...] = noted('no longer tied: set "tie_word_embeddings": false in config.json')
+
+
+@takes_checkpoint
+def merge_lora(
+    checkpoint: Checkpoint, adapter: Adapter, *, state: str | None = None
+) -> tuple[Checkpoint, Merged]:
+    """Return a checkpoint in which an adapter's updates are added to the weights.
+
+    Values are computed in float64 when they are written, a few rows at a time, and rounded once to the
+    weight's type. What is tied to an updated weight stays tied; what is tied to a module that the adapter
+    saved whole keeps the base's values, as in PEFT.
+
+    Args:
+        checkpoint: the base model; it stays as it is. A `config.json` next to it says whether it is tied.
+        adapter: what `open_adapter` returned; open until the result is saved.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        Unsupported: the adapter is no LoRA, or of a kind that computes something else, such as DoRA.
+        Refused: a tensor of it has no place in the model, does not fit it, or may be tied to an output layer
+            that the base does not name.
+        Damaged: one of two factors is missing, or has another rank than the configuration says.
+        NothingToDo: the adapter is empty.
+        NoState: there is no state, or none at `state`.
+
+    Example:
+        >>> with ckpttool.open("model.safetensors") as base:
+        ...     merged, done = ckpttool.merge_lora(base, ckpttool.open_adapter("adapter"))
+        ...     saved = ckpttool.save(merged, "merged.safetensors")
+        >>> ckpttool.diff("merged.safetensors", "tuned.safetensors", atol=1e-6).same
+        True
+    """
+    target = checkpoint.state(state)
+    require_plain(checkpoint.path, target.likes, "can't be added to")
+    merging = _Merging(checkpoint, target, adapter)
+    return replace_state(checkpoint, target, merging.container), merging.report
+
+
+class _Merging:
+    """Pairs the tensors of an adapter with those of a model."""
+
+    def __init__(self, checkpoint: Checkpoint, state: State, adapter: Adapter) -> None:
+        if not adapter.is_of_peft:
+            adapter = in_peft_names(adapter, state.tensors)
+        self.adapter, self.path, self.config = adapter, adapter.checkpoint.path, adapter.config
+        self.state, self.base = state, checkpoint.path
+        adapter.require_known()
+        factors, self.whole = adapter.parts()
+        if not (factors or self.whole):
+            raise NothingToDo(f"{self.path}: holds no tensor, so nothing would be added")
+        self._against: str | None = None
+        self._squares: list[str] = []
+        self._kinds = orientations(state.tensors)
+        self.ranks = adapter.settings("rank_pattern", "r", factors)
+        self.alphas = adapter.settings("alpha_pattern", "lora_alpha", factors)
+        self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
+        tensors = state.tensors
+        self.ties = Ties(self.base, tensors, adapter, self.whole, self.updates)
+        self._require_places()
+        replaced = tuple(name for name in self.whole if name in tensors)
+        self.report = Merged(
+            tuple(self.updates),
+            CastReports(),
+            replaced,
+            tuple(name for name in replaced if tensors[name].dtype is not self.whole[name].dtype),
+            tuple(name for name in self.whole if name not in tensors),
+            self.ties.following(),
+            self.ties.untied(),
+        )
+
+    def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
+        names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
+        if {*those} != {*names}:
+            raise Damaged(self.path, f"has only one of the two factors of '{module[:80]}'")
+        a, b = (those[name] for name in names)
+        rank, alpha = self.ranks[module], self.alphas[module]
+        what = f"has factors of '{module[:80]}' of"
+        if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
+            shapes = f"shapes {list(a.shape)} and {list(b.shape)}"
+            raise Damaged(self.path, f"{what} {shapes}, and {CONFIG} says rank {rank}")
+        if {a.dtype.name, b.dtype.name} - {*PLAIN_FLOATS}:
+            raise Unsupported(self.path, f"{what} type {a.dtype.name}")
+        turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
+        return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
+
+    def _is_turned(self, module: str, columns: int, rows: int) -> bool:
+        """Return whether a product fits a matrix transposed, which the shape says unless it is square."""
+        # PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
+        is_said_turned = bool(self.config.get("fan_in_fan_out"))
+        weight = self.state.tensors.get(f"{module}.weight")
+        if weight is None or len(weight.shape) != 2:
+            return False  # a convolution's never is
+        parent = module.rpartition(".")[0]
+        if rows == columns:
+            self._squares.append(module)
+            self._against = self._against or self._kinds.get((parent, not is_said_turned))
+            return is_said_turned
+        fits_turned = weight.shape == (columns, rows)
+        if fits_turned:
+            self._kinds.setdefault((parent, True), module)
+        if fits_turned is not is_said_turned and weight.shape in ((columns, rows), (rows, columns)):
+            self._against = self._against or module
+        return fits_turned
+
+    def _require_places(self) -> None:
+        tensors = self.state.tensors
+        saved = self.adapter.saved_modules()
+        for name, update in self.updates.items():
+            if (weight := tensors.get(name)) is None:
+                raise self._missing(name, "weight")
+            if weight.dtype.name not in PLAIN_FLOATS:
+                raise self._misfit(name, f"the weight is {weight.dtype.name}")
+            sizes = (weight.shape[0], prod(weight.shape[1:])) if weight.shape else ()
+            if sizes != update.sizes:
+                raise self._misfit(name, f"{list(update.sizes)} is to be added to {list(weight.shape)}")
+        for name, tensor in self.whole.items():
+            old = tensors.get(name)
+            if old is None and not saved_module(name, saved):
+                raise self._missing(name, "tensor")
+            if old is not None and old.shape != tensor.shape:
+                shapes = f"{list(tensor.shape)}, and {list(old.shape)} in the model"
+                raise self._misfit(name, f"its shape is {shapes}")
+            types = {tensor.dtype.name, (old or tensor).dtype.name}
+            if len(types) > 1 and types - {*PLAIN_FLOATS}:
+                raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
+        self._require_known_squares()
+        changed: dict[tuple[object, ...], str] = {}
+        for name in (*self.updates, *self.ties.by_view):
+            if (other := changed.setdefault(tensors[name].view, name)) != name:
+                tied = f"the model ties it to '{other[:80]}', which the adapter changes too"
+                raise self._misfit(name, tied)
+
+    def _require_known_squares(self) -> None:
+        """Refuse square weights where layers are of both kinds, or nothing beside one shows a Conv1D."""
+        what = "does not say whether the product of '{:.80}' is transposed: its weight is square, and"
+        if self._against and self._squares:
+            why = f"'{self._against[:80]}' is not as fan_in_fan_out in {CONFIG} says"
+            raise Unsupported(self.path, f"{what.format(self._squares[0])} {why}", hint=IN_PYTHON)
+        for module in self._squares if self.config.get("fan_in_fan_out") else ():
+            if (module.rpartition(".")[0], True) not in self._kinds:
+                why = f"no Conv1D is beside it, as fan_in_fan_out in {CONFIG} says of the last layer"
+                raise Unsupported(self.path, f"{what.format(module)} {why}", hint=IN_PYTHON)
+
+    def _missing(self, name: str, kind: str) -> Refused:
+        """Return the error for a name that the model does not have, with what may be the cause."""
+        reason, names = f"the model has no such {kind}", list(self.state.tensors)
+        longer = next((each for each in names if each.endswith(f".{name}")), name)
+        prefix = longer.removesuffix(name)
+        if prefix and all(each.startswith(prefix) for each in names):
+            strip = f"ckpttool strip-prefix {shlex.quote(self.base)} OUT --prefix {shlex.quote(prefix)}"
+            hint = f"take its prefix off first: {strip}"
+            return self._misfit(name, f"{reason}; it has '{longer[:80]}'", hint)
+        if f".{name}".endswith(".lm_head.weight"):
+            embedding = next((each for each in names if is_embedding(each)), "model.embed_tokens.weight")
+            hint = f"name it: {tying(self.base, name, embedding)}"
+            return self._misfit(name, f"{reason}, and may tie its output layer to the embeddings", hint)
+        return self._misfit(name, reason)
+
+    def _misfit(self, name: str, reason: str, hint: str = "") -> Refused:
+        first = next(iter(self.state.tensors), "")
+        return Refused(
+            self.path,
+            f"does not fit {self.base}: '{name[:80]}': {reason}",
+            hint=hint or f"is it the adapter's own base model? Its first name is '{first[:80]}'",
+        )
+
+    def container(self, old: dict[object, object]) -> dict[object, object]:
+        """Return the model's dict with the changed tensors; what was tied to an updated one still is."""
+        tensors, overflows = self.state.tensors, self.report.casting
+        casters = {tensors[name].dtype: Caster(tensors[name].dtype) for name in self.report.replaced}
+        overflows.reports += [caster.report for caster in casters.values()]
+        cast = {name: casters[tensors[name].dtype].cast(self.whole[name]) for name in self.report.replaced}
+        alone = {name: cast[source] for name, source in self.ties.alone.items()}
+        by_view = {tensors[name].view: cast[name] for name in self.ties.by_view}
+        for name, update in self.updates.items():  # a targeted embedding is saved whole, too: both count
+            weight = self.whole.get(name, tensors[name])
+            overflows.reports.append(report := CastReport())
+            new = updated(self.base, weight, update, tensors[name].dtype, report)
+            by_view[tensors[name].view] = new
+
+        def value(key: object, was: object) -> object:
+            tensor = tensors.get(str(key))
+            new = alone.get(str(key)) or (by_view.get(tensor.view) if tensor is not None else None)
+            return was if new is None else with_plain_tensor(was, new)
+
+        pairs = [(key, value(key, was)) for key, was in old.items()]
+        more = {name: self.whole[name] for name in self.report.added} | self.ties.unnamed
+        return remade(old, [*pairs, *more.items()])
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is added to a weight: `scale` times the product of two matrices."""
+
+    a: TensorRef
+    b: TensorRef
+    scale: float
+    turned: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of what is added."""
+        rows, columns = self.b.shape[0], prod(self.a.shape[1:])
+        return (columns, rows) if self.turned else (rows, columns)
+
+    def factors(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return both matrices in float64, in the order in which they are multiplied. Imports numpy."""
+        rank = self.a.shape[0]
+        a, b = in_float64(self.a).reshape(rank, -1), in_float64(self.b).reshape(-1, rank)
+        return (a.T.copy(), b.T.copy()) if self.turned else (b, a)
+
+
+def updated(path: str, weight: TensorRef, update: Update, to: DType, report: CastReport) -> TensorRef:
+    """Return a weight to which an update is added; nothing is read yet."""
+    row = prod(weight.shape[1:]) * to.itemsize
+    factors = cache(update.factors)
+
+    def rows(begin: int, end: int) -> memoryview:
+        left, right = factors()
+        shape = (end - begin, *weight.shape[1:])
+        part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
+        values = in_float64(part).reshape(end - begin, -1)
+        finite = np.isfinite(values)
+        with np.errstate(all="ignore"):
+            values += update.scale * (left[begin:end] @ right)
+            rounded = nearest(values.reshape(-1), to)
+        made = reader(to)(rounded).reshape(finite.shape)
+        report.note_non_finite(0, finite, made, begin * finite.shape[1])
+        return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        if not nbytes:
+            return
+        first, end = start // row, -(-(start + nbytes) // row)
+        step = max(1, CHUNK // row)
+        for begin in range(first, end, step):
+            raw, offset = rows(begin, min(begin + step, end)), begin * row
+            yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
+
+    data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
+    origins = weight.storage, update.a.storage, update.b.storage
+    return TensorRef.of_bytes(data, to, weight.shape, *origins, location=weight.storage.location)

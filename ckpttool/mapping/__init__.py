@@ -1,0 +1,1 @@
+"""Checkpoints in another architecture's names and layout, by rules that a TOML file declares"""

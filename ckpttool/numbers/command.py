@@ -1,0 +1,104 @@
+"""Packed numbers: `convert --dequantize` and `--quantize`, and what both say of a config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from ..core.cli import options
+from ..core.cli.console import counted
+from ..core.cli.convert import Conversion
+from ..core.cli.schemas import Fields, fields_like
+
+if TYPE_CHECKING:
+    from .quantize import Quantized
+
+
+def _dequantized_printed() -> Fields:
+    from .quantize import Dequantized
+
+    return fields_like(Dequantized)
+
+
+@options.adds_to("convert", behind="metadata", when="first", prints=_dequantized_printed)
+@options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
+def convert_dequantize(conversion: Conversion, dequantize: bool) -> None:
+    """Make packed tensors plain."""
+    if not dequantize:
+        return
+    from ..core.checkpoint.settings import SECTIONS
+    from .quantize import dequantize as made_plain
+    from .settings import OWN
+
+    original, dtype, state = conversion.original, conversion.dtype, conversion.target.state
+    conversion.checkpoint, report = made_plain(original, dtype=dtype, state=state)
+    conversion.dtype = None  # each value is rounded once
+    outcome, schemes = conversion.outcome, report.dequantized
+    outcome.casting, outcome.result = report.casting, report
+    outcome.done += f", {counted(sum(schemes.values()), 'tensor')} dequantised"
+    outcome.left_out += report.left_out
+    outcome.notes += [f"{scheme}: {counted(count, 'tensor')}" for scheme, count in schemes.items()]
+    if original.packed:
+        outcome.notes.append("GGUF's types are made plain whenever they are read, with this flag or not")
+    outcome.untrue = (*OWN,)
+    if report.settings:
+        gone = [f"{at}{name}" for at in ("", "text_config.") for name in SECTIONS]
+        _correct(conversion, dict.fromkeys(gone), "no quantization_config")
+
+
+def _quantized_printed() -> Fields:
+    from .quantize import Quantized
+
+    error: Fields = {
+        "name": (str, "the tensor"),
+        "relative": (float, "norm of what is lost / norm"),
+        "max_abs": (float, "the largest error of an element"),
+    }
+    return {**fields_like(Quantized), "errors": ([error], "with --quantize: of each tensor")}
+
+
+@options.adds_to("convert", behind="metadata", when="last", prints=_quantized_printed)
+@options.option(
+    "--quantize SCHEME",
+    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
+    type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
+)
+def convert_quantize(conversion: Conversion, quantize: str | None) -> None:
+    """Pack the matrices of layers."""
+    if quantize is None:
+        return
+    from .quantize import quantize as packed
+
+    state, outcome = conversion.target.state, conversion.outcome
+    conversion.checkpoint, report = packed(conversion.checkpoint, quantize, state=state)
+    outcome.result, outcome.written = report, partial(_say_errors, conversion, report)
+    outcome.done += f", {counted(len(report.errors), 'tensor')} in {quantize}"
+    section = report.quantization_config
+    settings = {"quantization_config": section}
+    _correct(conversion, settings, f'"quantization_config": {json.dumps(section)}')
+
+
+def _say_errors(conversion: Conversion, report: Quantized) -> None:
+    rows = [(each.relative, each.largest, name) for name, each in report.errors.items()]
+    said = [f"{name}: error {error:.2%} of its size, {most:.3g} at most" for error, most, name in rows]
+    worst = said[rows.index(max(rows))]
+    outcome = conversion.outcome
+    outcome.notes += said if conversion.job.console.verbose else [f"largest error: {worst}"]
+    errors = [{"name": name, "relative": error, "max_abs": most} for error, most, name in rows]
+    outcome.fields = {**outcome.fields, "errors": errors}
+
+
+def _correct(conversion: Conversion, settings: Mapping[str, object], said: str) -> None:
+    """Have a config.json that is copied along say what is true now; else say what it must."""
+    from ..core.formats import folders
+
+    outcome, beside = conversion.outcome, "config.json beside the output must have "
+    outcome.notes[:] = [note for note in outcome.notes if not note.startswith(beside)]
+    outcome.settings = {**outcome.settings, **settings}
+    path = conversion.target.place.path
+    if not conversion.job.companions or folders.is_in_place(conversion.original, path):
+        outcome.notes.append(f"{beside}{said}")

@@ -1,0 +1,344 @@
+"""torchao's tensor subclasses: as `torch.save` pickles them, and as its safetensors support takes them apart.
+
+A pickle has the attributes of each subclass. In safetensors `layer.weight` is `layer._weight_qdata`,
+`layer._weight_scale` and so on, and the header has the rest as JSON under the tensor's name. Source: torchao
+0.18, `prototype/safetensors` and the `dequantize` of each class.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.packed import Scheme
+from ..core.checkpoint.special_tensors import attributes, torch_dtype
+from ..core.checkpoint.state import State
+from ..core.inert_pickle.values import FROM_TYPE, Global, Record, tensor_of
+from ..core.remote import urls
+from ..core.tensors.ref import DTYPES, DType, TensorRef
+from ..errors import CkptToolError, Refused, Unsupported
+from . import integers
+from .integers import scaled
+from .lookup import Strips
+from .settings import Group, PackedParts, QuantizationSettings, packing_beside
+
+ROOT = "torchao."
+TYPES = "_type", "_data"  # the keys of what JSON has of a class
+PLAIN = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
+MICRO = ("MXTensor", "NVFP4Tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Subclass:
+    """A tensor of one of torchao's classes.
+
+    Attributes:
+        name: of the tensor.
+        kind: of the class, without its module.
+        tensors: its attributes that are tensors, by name.
+        settings: its other attributes.
+        dtype: the type that it stands for; None where nothing says so.
+        keys: the names in the state that it takes, the first being where it stands.
+    """
+
+    name: str
+    kind: str
+    tensors: Mapping[str, TensorRef]
+    settings: Mapping[str, Any]
+    dtype: DType | None
+    keys: tuple[str, ...]
+
+    def group(self, path: str) -> Group:
+        """Return it as a group. Raises Refused where its parts don't fit, Unsupported for other classes."""
+        beside = {f"{self.name}_{name}": tensor for name, tensor in self.tensors.items()}
+        data = beside.pop(f"{self.name}_qdata", None)
+        if (whole := beside.pop(f"{self.name}_per_tensor_scale", None)) is not None:
+            beside[f"{self.name}_scale_2"] = whole
+        if self.kind not in (*PLAIN, *MICRO) or data is None:
+            what = f"'{self.name[:200]}' is torchao's {self.kind[:40]}, and none of those read here"
+            raise Unsupported(path, f"{what}: {', '.join((*PLAIN, *MICRO))}")
+        block = self._block()
+        settings = (
+            QuantizationSettings(path, {"weight_block_size": block}) if block else QuantizationSettings()
+        )
+        parts = PackedParts(path, {**beside, self.name: data}, self.name, settings)
+        for name in ("act_pre_scale", "is_swizzled_scales"):
+            given = self.settings.get(name) or self.tensors.get(name)
+            parts.require(not given, self.name, f"has {name}, which is not read here")
+        scale = f"{self.name}_scale"
+        if self.kind in MICRO and data.dtype.name in ("uint8", "float4_e2m1fn_x2"):
+            group = integers.fp4_rows(parts, self.name, scale, needs_whole=False)
+        else:
+            group = scaled(parts, scale)
+        words = f"torchao {self.kind}, {group.scheme}"
+        return Group(self.name, words, self.dtype or group.dtype, group.shape, group.formula, self.keys)
+
+    def _block(self) -> list[int] | None:
+        """Return the sizes of a block along both axes, as settings have them."""
+        block = self.settings.get("block_size")
+        if not isinstance(block, list | tuple) or len(block) != 2 or 0 in block:
+            return None
+        return list(block)
+
+
+def subclasses(state: State, metadata: Mapping[str, str]) -> Iterator[Subclass]:
+    """Yield the tensors of torchao's classes in a state, pickled or taken apart."""
+    for name in state.likes:
+        if (found := _pickled(name, state.container.get(name))) is not None:
+            yield found
+    names = _json(metadata.get("tensor_names"))
+    for name in names if isinstance(names, list) else ():
+        said = _json(metadata.get(name)) if isinstance(name, str) else None
+        if isinstance(said, dict) and said.get("_type") not in (None, "Tensor"):
+            yield _apart(name, said, state.tensors)
+
+
+def without_subclasses(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of a header without those that describe tensors taken apart."""
+    names = _json(metadata.get("tensor_names"))
+    told = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    gone = {"tensor_names", *told} if told else ()
+    return {name: text for name, text in metadata.items() if name not in gone}
+
+
+def _pickled(name: str, value: object) -> Subclass | None:
+    match value:
+        case Record(callable=function, args=(_, Global(module, kind), made, state)) if function in FROM_TYPE:
+            if not module.startswith(ROOT):
+                return None
+            said = attributes(state)
+            tensors = {
+                str(key): tensor for key, each in said.items() if (tensor := tensor_of(each)) is not None
+            }
+            dtype = torch_dtype(made[1]) if isinstance(made, tuple) and len(made) > 1 else None
+            return Subclass(name, kind, tensors, said, dtype, (name,))
+    return None
+
+
+def _apart(name: str, said: dict[str, Any], tensors: Mapping[str, TensorRef]) -> Subclass:
+    module, _, attribute = name.rpartition(".")
+    prefix = f"{module}._{attribute}_"
+    keys = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+    data = said.get("_data")
+    settings = data if isinstance(data, dict) else {}
+    named = settings.get("dtype") or settings.get("orig_dtype")
+    dtype = DTYPES.get(str(named.get("_data"))) if isinstance(named, dict) else None
+    parts = {key: tensors[full] for key, full in keys.items()}
+    order = sorted(keys.values(), key=lambda key: key != f"{prefix}qdata")
+    return Subclass(name, str(said.get("_type")), parts, settings, dtype, tuple(order) or (name,))
+
+
+def _json(text: str | None) -> object:
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+# ---- Which tensors of a state are packed: by their names, types, shapes, and the settings beside the
+# file.
+
+
+# Methods whose tensors are known here; a checkpoint of another is named as what it is.
+KNOWN = {
+    *(
+        "",
+        "fp8",
+        "fbgemm_fp8",
+        "compressed-tensors",
+        "compressed_tensors",
+        "modelopt",
+        "modelopt_fp4",
+        "mxfp4",
+    ),
+    *("awq", "bitsandbytes", "torchao", "deepspeedfp", "quark", "mxfp8", *integers.OF_GPTQ),
+}
+# Layouts of compressed-tensors whose tensors are known here.
+FORMATS = {
+    *("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+}
+
+# Ends of names that belong to a packed tensor and to nothing else.
+PARTS = (
+    *(".qweight", ".qzeros", ".g_idx", ".SCB", ".absmax", ".quant_map"),
+    *(".nested_absmax", ".nested_quant_map", ".scale_weight", ".qscale_weight"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale"),
+    *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+)
+# Ends of names of what only quantised layers have, for their activations and the cache of keys and values.
+ACTIVATIONS = re.compile(
+    r"(.*\.)?(input|output|activation|act|[qkv]|prob)(_proj)?_(scale|scale_inv|zero_point|global_scale)"
+    r"|(.*\.)?(scale_input|qscale_act|weight_format|input_g_idx|scaled_fp8)"
+)
+
+
+# Names of tensors whose values are read to know how others are packed.
+READ = re.compile(rf"[._]g_idx$|_shape$|_format$|quant_map$|{re.escape(integers.STATE)}")
+
+NONE = QuantizationSettings()
+
+# Types of what holds codes, or the settings of bitsandbytes
+HOLDING = {"int32", "uint8", "int8", *(name for name in DTYPES if name.startswith("float8"))}
+
+Make = Callable[[PackedParts], Group]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedState:
+    """What is packed in a state, and what is wrong with it.
+
+    Attributes:
+        groups: the packed tensors, in the file's order.
+        unused: names of scales of activations and the like, which a plain model has not.
+        bare: names of tensors of 8-bit floats that no scale belongs to.
+        faults: why tensors that look packed can't be dequantised.
+        settings: what the files beside the checkpoint say.
+        used: names of all that packed tensors are made of, or may be: in the module of one that is unclear.
+    """
+
+    groups: tuple[Group, ...] = ()
+    unused: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+    faults: tuple[CkptToolError, ...] = ()
+    settings: QuantizationSettings = NONE
+    used: frozenset[str] = frozenset()
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """Each way in which tensors are packed, with how many are."""
+        names: dict[str, list[str]] = {}
+        for group in self.groups:
+            names.setdefault(group.scheme, []).append(group.name)
+        return tuple(Scheme(scheme, len(each), _layers(each)) for scheme, each in names.items())
+
+
+def _layers(names: list[str]) -> int:
+    """Return how many numbered modules names lie in: `model.layers.0`, `model.layers.1`."""
+    return len({found[0] for name in names if (found := re.match(r"(?:[^.]*\.)*?\d+(?=\.)", name))})
+
+
+def recognise(checkpoint: Checkpoint, state: State) -> PackedState:
+    """Return what is packed in a state."""
+    tensors, path = state.tensors, checkpoint.path
+    apart = {each.keys[0]: each for each in subclasses(state, checkpoint.metadata)}
+    used = {key for each in apart.values() for key in each.keys}
+    makers = {lead: make for lead, make in _leads(tensors) if lead not in used}
+    makers |= {lead: partial(_of_torchao, each) for lead, each in apart.items()}
+    parts = {name for name in tensors if name.endswith(PARTS) or integers.STATE in name}
+    bare = {name: tensor.dtype.name for name, tensor in tensors.items() if "float8" in tensor.dtype.name}
+    if not makers and not parts:
+        return PackedState(bare=(*bare,))
+    settings, faults = NONE, list[CkptToolError]()
+    try:
+        settings = packing_beside(path)
+        faults += unknown(path, settings)
+    except CkptToolError as fault:  # which the caller raises or shows
+        faults.append(fault)
+    urls.expect(tensor.storage for name, tensor in tensors.items() if READ.search(name))
+    groups: list[Group] = []
+    broken: set[str] = set()  # modules
+    strips = Strips()
+    for lead, make in makers.items():
+        made = _made(make, looking := PackedParts(path, tensors, lead, settings, strips))
+        used |= {lead, *looking.used}
+        if isinstance(made, Group):
+            groups.append(made)
+        else:
+            faults.append(made)
+            broken.add(_module(lead))
+    unused = tuple(name for name in tensors if name not in used and ACTIVATIONS.fullmatch(name))
+    alone = parts.difference(used, unused)
+    faults += [Refused(path, f"'{name[:200]}' belongs to no packed tensor") for name in sorted(alone)]
+    bare = {name: kind for name, kind in bare.items() if name not in used}
+    if groups and bare:
+        name, kind = next(iter(bare.items()))
+        faults.append(Refused(path, f"'{name[:200]}' is of {kind}, and has no scale"))
+    of_packed = frozenset(used | parts | {name for name in tensors if _module(name) in broken})
+    return PackedState(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings, of_packed)
+
+
+def require_unpacked(
+    checkpoint: Checkpoint,
+    state: State,
+    why: str = "its codes can't be laid out without their scales",
+    dtype: str = "bfloat16",
+    names: Collection[str] | None = None,
+) -> None:
+    """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together.
+
+    Args:
+        names: those that are asked about, codes or scales; None for all of the state.
+    """
+    if names is None:
+        leads = (lead for lead, _ in _leads(state.tensors))
+        name = next(chain(leads, (each.name for each in subclasses(state, checkpoint.metadata))), None)
+    else:
+        name = next(filter(recognise(checkpoint, state).used.__contains__, names), None)
+    if name is not None:
+        path = shlex.quote(checkpoint.path)
+        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"
+        raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _made(make: Make, parts: PackedParts) -> Group | CkptToolError:
+    try:
+        return make(parts)
+    except CkptToolError as fault:
+        return fault
+
+
+def _of_torchao(tensor: Subclass, parts: PackedParts) -> Group:
+    return tensor.group(parts.path)
+
+
+def unknown(path: str, settings: QuantizationSettings) -> Iterator[Unsupported]:
+    """Yield what is wrong with the method that the settings name, if it is not known here."""
+    if settings.method not in KNOWN:
+        yield Unsupported(
+            path, f"is quantised by '{settings.method[:40]}', which is none of the methods read here"
+        )
+    elif settings.method.startswith("compressed"):
+        form = settings.text("format") or "dense"
+        if form not in FORMATS:
+            what = f"is of compressed-tensors' format '{form[:40]}', which is none of those read here"
+            yield Unsupported(path, what)
+
+
+def _leads(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, Make]]:
+    """Yield the tensor that tells a group from its names, with what makes the group."""
+    for name, tensor in tensors.items():
+        if (make := _scheme(tensors, name, tensor)) is not None:
+            yield name, make
+
+
+def _scheme(tensors: Mapping[str, TensorRef], name: str, tensor: TensorRef) -> Make | None:
+    if tensor.dtype.name not in HOLDING:
+        return None
+    stem, _, end = name.rpartition(".")
+    if end == "qweight":
+        return lambda parts: integers.of_modules(parts, stem)
+    if integers.STATE in name:
+        return lambda parts: integers.of_state(parts, name.partition(integers.STATE)[0])
+    if name.endswith("_packed") and f"{(weight := name.removesuffix('_packed'))}_scale" in tensors:
+        if tensor.dtype.name == "int32":
+            return lambda parts: integers.of_rows(parts, weight)
+        return lambda parts: integers.fp4_rows(parts, weight, f"{weight}_scale")
+    if name.endswith("_blocks") and f"{(experts := name.removesuffix('_blocks'))}_scales" in tensors:
+        return lambda parts: integers.of_experts(parts, experts)
+    if tensor.dtype.name == "int8" and f"{stem}.SCB" in tensors:
+        return lambda parts: integers.by_largest(parts, f"{stem}.SCB")
+    if tensor.dtype.name != "int32" and (scale := integers.scale_of(tensors, name)) is not None:
+        return lambda parts: integers.scaled(parts, scale)
+    return None

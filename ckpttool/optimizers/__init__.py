@@ -1,0 +1,1 @@
+"""Optimizer state keyed by index or by name, and for another order of parameters"""

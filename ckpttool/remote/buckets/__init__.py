@@ -1,1 +1,0 @@
-"""Objects in buckets: s3://, gs:// and az://, over obstore"""

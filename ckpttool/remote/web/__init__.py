@@ -1,1 +1,0 @@
-"""What speaks HTTP: https:// and http://, by ranges, over urllib3"""

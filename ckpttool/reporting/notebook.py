@@ -1,0 +1,167 @@
+"""What a notebook shows of checkpoints, states, summaries, comparisons: HTML that folds and has no script.
+
+It is made of elements: the standard library escapes text and attributes, whoever forgets to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from xml.etree.ElementTree import Element, SubElement, tostring
+
+from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.module_tree import Branch, outline, shape_in_words
+from ..core.checkpoint.state import State
+from ..core.words import counted, printable, show_bytes, show_names
+from ..diffing.compare_values import Comparison
+from ..diffing.rows import ROWS, DiffRow, items_of, rows_of
+from ..errors import CkptToolError
+from ..inspecting.summary import Summary, facts_of, value_in_words
+
+MAX_BRANCHES = 300  # lines of modules
+MAX_NAME = 200  # characters
+MAX_TENSORS = 60  # of one module
+MAX_ENTRIES = 20  # entries outside the state
+MAX_OTHERS = 100  # values that are no tensors
+
+Child = str | Element
+
+
+def checkpoint_html(checkpoint: Checkpoint) -> str:
+    """Return a checkpoint as HTML: its format and size, the model's state, and the names of all else."""
+    head = element(
+        "p", element("b", checkpoint.path), f": {checkpoint.format}, {show_bytes(checkpoint.nbytes)}"
+    )
+    try:
+        state = checkpoint.found_state()
+        outside = checkpoint.outside(state) if state else ()
+    except CkptToolError as error:  # what can be shown is shown
+        return html(head, element("p", error.message))
+    if state is None:
+        states = checkpoint.other_states(None)
+        said = (
+            f"several states: {show_names(states, MAX_ENTRIES)}" if states else "no dict of tensors by name"
+        )
+        return html(head, element("p", said))
+    others = [element("p", f"besides: {show_names(outside, MAX_ENTRIES)}")] if outside else []
+    return html(head, _state(state), *others)
+
+
+def state_html(state: State) -> str:
+    """Return a state as HTML: a line about it, and below its modules, folded."""
+    return html(_state(state))
+
+
+def _state(state: State) -> Element:
+    modules = outline(state.tensors)
+    where = f"state '{state.where}'" if state.where else "state"
+    more = f", {counted(len(state.likes), 'tensor')} of other kinds" if state.likes else ""
+    said = f"{where}: {counted(len(state.tensors), 'tensor')}, {modules.parameters:,} parameters{more}"
+    return folded(said, *_modules(modules), is_open=True)
+
+
+def _modules(modules: Branch) -> Iterator[Element]:
+    """Yield what is in a module, each module in it folded; at most MAX_BRANCHES of them."""
+    left = [MAX_BRANCHES]
+    yield from _inside(modules, left)
+    if left[0] <= 0:
+        yield element("p", f"… only {MAX_BRANCHES} modules are shown")
+
+
+def _line(branch: Branch, left: list[int]) -> Element:
+    """Return a module, folded, or a tensor that stands next to modules."""
+    name = branch.name if len(branch.name) <= MAX_NAME else f"{branch.name[:MAX_NAME]}…"
+    if [inner for inner, _ in branch.tensors] == [""]:
+        tensor = branch.tensors[0][1]
+        form = f"{tensor.dtype.name} {shape_in_words(tensor.shape)}, {show_bytes(tensor.nbytes)}"
+        return element("div", f"{name}: {form}", style="margin-left:2em")
+    copies = f" ({branch.copies} identical)" if branch.copies > 1 else ""
+    said = f"{name}{copies}: {branch.parameters:,} parameters, {show_bytes(branch.nbytes)}"
+    return folded(said, *_inside(branch, left))
+
+
+def _inside(branch: Branch, left: list[int]) -> Iterator[Element]:
+    for inner in branch.branches:
+        left[0] -= 1
+        if left[0] <= 0:
+            return
+        yield _line(inner, left)
+    if branch.tensors:
+        rows = [
+            (name[:MAX_NAME], tensor.dtype.name, shape_in_words(tensor.shape), show_bytes(tensor.nbytes))
+            for name, tensor in branch.tensors[:MAX_TENSORS]
+        ]
+        more = len(branch.tensors) - MAX_TENSORS
+        yield table((), rows + ([(f"{more:,} more", "", "", "")] if more > 0 else []))
+
+
+def summary_html(summary: Summary) -> str:
+    """Return a summary as HTML: the facts that `inspect` prints; folded, the modules and other contents."""
+    parts = [
+        element("p", element("b", summary.path), f": {summary.format}, {show_bytes(summary.nbytes)}"),
+        table((), list(facts_of(summary, False))),
+    ]
+    if summary.keys:
+        said = f"modules: {counted(summary.keys, 'tensor')}, {summary.parameters:,} parameters"
+        parts.append(folded(said, *_modules(summary.modules)))
+    if summary.other:
+        rows = [(row.name, value_in_words(row)) for row in islice(summary.other, MAX_OTHERS)]
+        more = len(summary.other) - len(rows)
+        parts.append(folded("other contents", table((), rows + ([("…", f"{more:,} more")] if more else []))))
+    return html(*parts)
+
+
+def comparison_html(comparison: Comparison) -> str:
+    """Return a comparison as HTML: the verdict, and the rows that `diff` prints."""
+    compared = f"{counted(comparison.tensors, 'tensor')} compared"
+    verdict = element("p", element("b", f"{comparison.in_words()}: {compared}"))
+    rows = rows_of(items_of(comparison))
+    if not rows:
+        return html(verdict)
+    largest = sorted(rows, key=lambda row: -row.relative)[:ROWS]
+    head = ("", "name", "differ", "relative", "cosine", "largest", "")
+    more = len(rows) - len(largest)
+    end = [element("p", f"and {more:,} more that differ less")] if more else []
+    return html(verdict, folded("what differs", table(head, map(_cells, largest)), is_open=True), *end)
+
+
+def _cells(row: DiffRow) -> tuple[str, ...]:
+    return (row.mark, row.name, *(row.cells or ("", "", "", "")), row.text)
+
+
+# ---- HTML ---------------------------------------------------------------------------------------------
+
+
+def element(tag: str, *children: Child, **attributes: str) -> Element:
+    """Return an element; text in it is made `printable`. `class_` is the attribute `class`."""
+    made = Element(tag, {name.rstrip("_"): printable(value) for name, value in attributes.items()})
+    for child in children:
+        if isinstance(child, Element):
+            made.append(child)
+        elif len(made):
+            made[-1].tail = (made[-1].tail or "") + printable(child)
+        else:
+            made.text = (made.text or "") + printable(child)
+    return made
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Element:
+    """Return a table, its columns aligned to the left."""
+    made = element("table")
+    if head:
+        made.append(element("tr", *(element("th", title, style="text-align:left") for title in head)))
+    for row in rows:
+        line = SubElement(made, "tr")
+        line.extend(element("td", cell, style="text-align:left;vertical-align:top") for cell in row)
+    return made
+
+
+def folded(summary: str, *children: Child, is_open: bool = False) -> Element:
+    """Return something that is folded under a line of text."""
+    state = {"open": "open"} if is_open else {}
+    return element("details", element("summary", summary), *children, style="margin-left:1em", **state)
+
+
+def html(*elements: Element) -> str:
+    """Return elements as HTML, in one `div`."""
+    return tostring(element("div", *elements), encoding="unicode", method="html")

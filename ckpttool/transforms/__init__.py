@@ -1,1 +1,0 @@
-"""Checkpoint to Checkpoint: names, selection, layout, architecture, numbers, optimizers, LoRA, averages."""

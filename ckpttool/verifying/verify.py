@@ -1,0 +1,533 @@
+"""The digest of a model: docs/digest.md defines it."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from ..core.checkpoint.checkpoint import Checkpoint, require_all
+from ..core.checkpoint.checksums import Checksums, expect, reads_of, tensors_that_differ, with_parts
+from ..core.checkpoint.keys import stripping
+from ..core.checkpoint.state import parts_beside
+from ..core.files import digest as hashing
+from ..core.files.commit import reason
+from ..core.files.copying import MOST_PIECES, is_tiny, read_together
+from ..core.files.threads import Progress, map_bytes
+from ..core.formats import folders
+from ..core.formats.pytorch import exported, zip_writer
+from ..core.formats.pytorch import zip as torch_zip
+from ..core.formats.pytorch.zip_entries import ZipRecord, extra_fields, is_intact, read_directory
+from ..core.formats.pytorch.zip_writer import (
+    CENTRAL,
+    END_OF_ZIP,
+    FULL32,
+    LOCAL,
+    LOCATOR64,
+    PADDING_EXTRA,
+    ZIP64_EXTRA,
+)
+from ..core.formats.reading import File, opened
+from ..core.formats.shards import TORCH
+from ..core.inert_pickle.known_names import names_in, names_that_run
+from ..core.tensors.cast import FLOATS, count_non_finite
+from ..core.tensors.ref import ByteRange, Source, Storage, TensorRef, real_dtype
+from ..core.tensors.values import MAX_REPEATED, require_bounded, without_repeats
+from ..diffing.compare import both_states, diff, outside_of
+from ..diffing.compare_values import Change, Comparison
+
+
+def digest(
+    file: File,
+    *,
+    state: str | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    known: hashing.Known | None = None,
+) -> str:
+    """Return one SHA-256 for a model's names, types, shapes and values, the same in every format.
+
+    docs/digest.md defines it.
+
+    Args:
+        file: a path, or an open checkpoint.
+        state: dotted path of the model's state in the file; found when None.
+        verify: compare what is read with the checksums that the file states.
+        progress: called with the number of bytes after each piece.
+        known: digests of tensors in files whose hash a server tells, from calls before; gets those of this.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        NoState: the file has no model state, or none at `state`.
+        Refused: a tensor has values in other files or is of a class that is not known, or an expanded tensor
+            is more than 64 GiB larger than what the file holds of it.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if the file ends early,
+            or if `verify` and a checksum is wrong.
+
+    Example:
+        >>> saved = ckpttool.convert("model.safetensors", "copy.pt")
+        >>> ckpttool.digest("copy.pt") == ckpttool.digest("model.safetensors")
+        True
+    """
+    with opened(file) as checkpoint:
+        chosen = checkpoint.state(state)
+        used = [(name, tensor.storage) for name, tensor in sorted(chosen.tensors.items())]
+        expect(used)
+        with Checksums(checkpoint, used if verify else []) as checksums:
+            value = hashing.digest(with_parts(checkpoint.path, chosen), progress, known)
+            checksums.finish()
+        return value
+
+
+# ---- The bytes of a zip between its records' contents: headers, padding, descriptors, directory.
+#
+# The reader refuses what readers of zips would understand differently. Here the rest is compared with
+# what it should be, and what nothing determines is counted. Format: PKWARE APPNOTE 6.3; torch's padding:
+# `caffe2/serialize/inline_container.cc`.
+
+
+# A descriptor behind a record by its size: signature, CRC-32, bytes in the file, bytes once inflated
+DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
+
+DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+
+# Bytes of a directory entry that nothing determines: version made by, internal and external attributes
+FREE_IN_ENTRY = 8
+
+FREE_AT_END = 4  # Bytes of a ZIP64 end record that nothing determines: its two versions
+
+
+def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
+    """Compare the bytes around the records of a zip with what they should be.
+
+    Returns pairs of a record and what is wrong around it, and how many bytes nothing determines, by what they
+    are.
+    """
+    records = sorted(read_directory(source).values(), key=lambda record: record.data.offset)
+    start, entries = _directory(source, len(records))
+    faults: list[tuple[str, str]] = []
+    free: Counter[str] = Counter({"header fields": FREE_IN_ENTRY * len(records)})
+    ends = [header for header, _, _ in entries[1:]] + [start]
+    if entries:
+        free["between records"] += entries[0][0]
+    between = _between(source, records, [header for header, _, _ in entries], ends)
+    for record, (_, fields, extra), end, (before, after) in zip(records, entries, ends, between, strict=True):
+        local = LOCAL.unpack_from(before)
+        if local[1:6] != fields[2:7]:
+            faults.append((record.name, "its two headers differ in version, flags or time"))
+        own = bytes(before[len(before) - local[-1] :])
+        for piece in (own, extra):
+            parts = [*extra_fields(piece)]
+            padding = b"".join(data for kind, data in parts if kind == PADDING_EXTRA)
+            wide = sum(len(data) for kind, data in parts if kind == ZIP64_EXTRA and FULL32 in fields)
+            # Readers pass over extra fields that they do not know, so nothing determines kind and length.
+            free["header fields"] += len(piece) - len(padding) - wide
+            if padding.strip(b"Z"):
+                faults.append((record.name, "its padding is not what torch pads with"))
+        gap = end - record.data.offset - record.data.nbytes
+        descriptor = DESCRIPTORS.get(gap)
+        if fields[3] & zip_writer.DESCRIPTOR and descriptor:
+            if descriptor.unpack(after) != (DESCRIPTOR_SIGNATURE, fields[7], record.data.nbytes, record.size):
+                faults.append((record.name, "the descriptor behind it does not fit it"))
+        else:
+            free["between records"] += gap
+    size = sum(CENTRAL.size + fields[10] + fields[11] + fields[12] for _, fields, _ in entries)
+    free["comments"] += sum(fields[12] for _, fields, _ in entries)
+    rest = source.size - start - size - END_OF_ZIP.size
+    if rest >= zip_writer.END64.size + LOCATOR64.size:
+        free["header fields"] += FREE_AT_END
+        rest -= zip_writer.END64.size + LOCATOR64.size
+    free["comments"] += rest
+    return faults, +free
+
+
+def _between(
+    source: Source, records: Sequence[ZipRecord], headers: Sequence[int], ends: Sequence[int]
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield what stands before each record and behind it, as far as a descriptor may; many read together."""
+    for first in range(0, len(records), MOST_PIECES):
+        ranges: list[tuple[int, int]] = []
+        for number in range(first, min(first + MOST_PIECES, len(records))):
+            data = records[number].data
+            behind = data.offset + data.nbytes
+            longest = min(ends[number] - behind, max(DESCRIPTORS))  # what lies there may fill the memory
+            ranges += (headers[number], data.offset - headers[number]), (behind, longest)
+        found = source.read_near(ranges)
+        yield from zip(found[::2], found[1::2], strict=True)
+
+
+def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[int, ...], bytes]]]:
+    """Return where the directory begins; of each entry where its header is, its fields and extra fields."""
+    tail = source.read(
+        max(0, source.size - END_OF_ZIP.size - 0xFFFF), min(source.size, END_OF_ZIP.size + 0xFFFF)
+    )
+    at = tail.rfind(b"PK\x05\x06")
+    size, start = END_OF_ZIP.unpack_from(tail, at)[5:7]
+    end = source.size - len(tail) + at - LOCATOR64.size
+    signature, _, wide, _ = LOCATOR64.unpack(source.read(end, LOCATOR64.size)) if end >= 0 else (0, 0, 0, 0)
+    if signature == zip_writer.Signature.LOCATOR64:
+        size, start = zip_writer.END64.unpack(source.read(wide, zip_writer.END64.size))[8:10]
+    raw, at, entries = source.read(start, size), 0, []
+    for _ in range(count):
+        fields = CENTRAL.unpack_from(raw, at)
+        begin = at + CENTRAL.size + fields[10]
+        extra = raw[begin : begin + fields[11]]
+        header = fields[16]
+        if header == FULL32:
+            (header,) = struct.unpack_from("<Q", extra, len(extra) - 8)
+        entries.append((header, fields, extra))
+        at = begin + fields[11] + fields[12]
+    return start, sorted(entries, key=lambda entry: entry[0])
+
+
+# ---- Which bytes of a checkpoint's files a checksum covers, and whether it holds for those of no tensor.
+
+
+ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
+OTHER_ZIPS = ("npz", exported.NAME)  # Those whose other records and frame are not torch.save's
+
+# The records that torch.save writes in addition to storages.
+OWN_RECORDS = {"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"}
+OWN_RECORDS |= {".data/version", ".data/serialization_id"}
+
+# The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it
+PROTO, NEWEST = b"\x80", b"\x05"
+
+SIGNATURE = b"PK\x03\x04"  # The first bytes of a zip; the index of a folder has others
+
+MISMATCH = "its bytes do not match their checksum"
+
+
+@dataclass(frozen=True, slots=True)
+class FileProblem:
+    """Something wrong with a file.
+
+    Attributes:
+        kind: `checksum`, `frame` (the bytes around a record), `non-finite`, `torch` (a remark of the reader),
+            `ranks` (ranks differ), `code` (a name that could run, or a record that nothing refers to), or the
+            difference from another file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
+        name: the tensor or record.
+        message: the problem, to be read after the name.
+    """
+
+    kind: str
+    name: str
+    message: str
+
+
+class ByteCoverage:
+    """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.problems: list[FileProblem] = []  # of records, and of what lies around them
+        self.strays: list[FileProblem] = []  # records that nothing refers to
+        self.checked = self.unsummed = 0  # bytes of storages and records
+        self.free: Counter[str] = Counter()  # bytes that no checksum covers, by what they are
+        self._within: Counter[int] = Counter()  # bytes of storages in each source, by its id
+        self._known: set[tuple[int, int]] = set()
+        self._pieces: set[tuple[int, int]] = set()  # the records that whole tensors are put together from
+        for storage in {id(storage): storage for _, storage in checkpoint.storages()}.values():
+            self._count(storage)
+            if checkpoint.format == "delta":  # whose files hold nothing but what tensors are made of
+                self._count_origins(storage)
+        of_ranks = checkpoint.ranks is not None
+        zips = checkpoint.format in ZIPS or (of_ranks and checkpoint.format != folders.DCP)
+        for source in filter(attrgetter("size"), checkpoint.sources):
+            is_one = not source.path.endswith(folders.PART)  # many zips in a row
+            is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
+            if checkpoint.format in OTHER_ZIPS:
+                self._check_records(source)
+            else:
+                self._check_rest(source, is_zip=is_zip, is_of_rank=is_zip and of_ranks)
+
+    def _count(self, storage: Storage) -> None:
+        data = storage.data
+        self.checked += data.nbytes
+        pieces = (each.data for each in storage.origins)
+        self._pieces |= {(id(each.source), each.offset) for each in pieces if isinstance(each, ByteRange)}
+        are_summed = storage.origins and all(each.crc32 is not None for each in storage.origins)
+        if data.nbytes and storage.crc32 is None and not are_summed:
+            self.unsummed += 1
+            self.free["values"] += data.nbytes
+        if data.nbytes and isinstance(data, ByteRange):
+            self._known.add((id(data.source), data.offset))
+            self._within[id(data.source)] += data.nbytes
+
+    def _count_origins(self, storage: Storage) -> None:
+        for data in reads_of(("", each) for each in storage.origins):
+            if (id(data.source), data.offset) not in self._known:
+                self._known.add((id(data.source), data.offset))
+                self._within[id(data.source)] += data.nbytes
+
+    def _check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
+        """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""
+        if not is_zip:
+            self.free["contents"] += source.size - self._within[id(source)]
+            return
+        faults, free = zip_frame(source)
+        self.free.update(free)
+        self.problems += [FileProblem("frame", f"record {name}", message) for name, message in faults]
+        # Only a rank's file may refer to storages of which the whole takes nothing.
+        referred: set[int] | None = None if is_of_rank else set()
+        for record in read_directory(source).values():
+            if (id(source), record.data.offset) in self._known:
+                continue
+            self.checked += record.size
+            is_piece = (id(source), record.data.offset) in self._pieces
+            if record.size and not is_piece and record.name.partition("/")[2] not in OWN_RECORDS:
+                referred = _referred(source) if referred is None else referred
+                if record.data.offset not in referred:
+                    self.strays.append(_stray(source, record))
+            self._check_record(source, record)
+
+    def _check_records(self, source: Source) -> None:
+        """Check what another tool zipped but for the tensors: all other records."""
+        records = [*read_directory(source, folded=False).values()]
+        rest = [each for each in records if (id(source), each.data.offset) not in self._pieces | self._known]
+        self.free["contents"] += source.size - sum(record.data.nbytes for record in records)
+        for record in rest:
+            self.checked += record.size
+            self._check_record(source, record)
+
+    def _check_record(self, source: Source, record: ZipRecord) -> None:
+        intact = is_intact(source, record)
+        if intact is None:
+            self.free["records"] += record.size
+        if intact is False:
+            self.problems.append(FileProblem("checksum", f"record {record.name}", MISMATCH))
+
+
+def _referred(source: Source) -> set[int]:
+    """Return where the storages lie that the pickle of a zip refers to."""
+    storages = (storage.data for _, storage in torch_zip.read(source).storages())
+    return {data.offset for data in storages if isinstance(data, ByteRange)}
+
+
+def _stray(source: Source, record: ZipRecord) -> FileProblem:
+    """Return the problem of a record that torch.save does not write and that no tensor lies in."""
+    head = source.read(record.data.offset, min(2, record.data.nbytes))
+    what = "is a pickle that" if head[:1] == PROTO and head[1:] <= NEWEST else "is a record that"
+    return FileProblem("code", f"record {record.name}", f"{what} nothing in the file refers to")
+
+
+# ---- Every byte of a checkpoint read: checksums, values that are not finite, and another file's
+# contents.
+
+
+PIECE = 4 << 20  # Bytes of values read as one piece; whole elements
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The outcome of reading every byte.
+
+    Attributes:
+        checked_bytes: bytes of storages and, in a zip, of all other records that were read, and compared
+            with a checksum where there is one.
+        unsummed: storages that no checksum covers.
+        free: how many bytes no checksum covers, by what they are: values and contents,
+            and of a zip fields of its headers, bytes between records, comments.
+        non_finite: tensor -> number of values that are NaN or infinite.
+        problems: the problems found.
+        compared: what was compared with another file: `state`, or `everything` when both hold more than a
+            model's state, or either holds none; None when there was no other file.
+        hint: the next thing to do about the problems; None when there is none.
+        text_keys_here, text_keys_there: dicts of this file, and of the other, keyed by text where those of
+            the other, or of this one, are keyed by numbers.
+    """
+
+    checked_bytes: int
+    unsummed: int
+    non_finite: Mapping[str, int]
+    problems: tuple[FileProblem, ...]
+    free: Mapping[str, int] = field(default_factory=dict, metadata={"json": "unvouched"})
+    compared: str | None = None
+    hint: str | None = None
+    text_keys_here: tuple[str, ...] = ()
+    text_keys_there: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+
+def verify(
+    file: File,
+    *,
+    against: File | None = None,
+    state: str | None = None,
+    finite: bool = False,
+    no_code: bool = False,
+    progress: Progress | None = None,
+) -> Verified:
+    """Read and check every byte of a file, whose structure was checked when it was opened.
+
+    Args:
+        file: a path, or an open checkpoint as it was read.
+        against: another, whose state must have the same names, types, shapes and values. When both files hold
+            more than that, or either holds no state, and none is named, everything else but module versions
+            must be the same too.
+        state: dotted path of the model's state, in both or in one of them; found when None.
+        finite: NaN and infinity are problems; otherwise they are only counted.
+        no_code: names in the file's pickle that could run something are problems, and records of the zip that
+            nothing in it refers to.
+        progress: called with the number of bytes after each piece. All bytes are read once, and once more to
+            compare them.
+
+    Returns:
+        What was read and found: `.ok`, `.problems`, `.checked_bytes`, `.non_finite`.
+
+    Raises:
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
+            or bytes of `against` do not match their checksum.
+        NoState: neither file has a state at `state`.
+        Refused: an expanded tensor more than 64 GiB larger than its bytes.
+
+    Example:
+        >>> ckpttool.verify("last.pt").ok
+        True
+    """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opened(file))
+        if (ranks := checkpoint.ranks) is not None:
+            require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
+        expect(checkpoint.storages())
+        with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
+            differing = tensors_that_differ(checkpoint, verify=False)
+            non_finite = dict(_non_finite(checkpoint, differing, progress))
+            damaged = checksums.damaged(progress)
+        for source in checkpoint.sources:
+            source.check_rest()
+        coverage = ByteCoverage(checkpoint)
+        problems = _code(checkpoint, coverage.strays) if no_code else []
+        problems += [FileProblem("torch", name, message) for name, message in checkpoint.remarks]
+        problems += [FileProblem("torch", name, f"has {fault}") for name, fault in checkpoint.index_faults()]
+        problems += [FileProblem("ranks", name, fault.reason) for name, fault in differing.items()]
+        where = " (in {})" if checkpoint.format == "delta" else ""  # of several files one is damaged
+        problems += [FileProblem("checksum", n, MISMATCH + where.format(s.data.path)) for n, s in damaged]
+        problems += coverage.problems
+        problems += _parts(checkpoint)
+        if finite:
+            infinite = "of its values are NaN or infinite"
+            problems += [
+                FileProblem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()
+            ]
+        compared = hint = None
+        keyed: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+        if against is not None:
+            other = stack.enter_context(opened(against))
+            compared, comparison, hint = _compare(checkpoint, other, state, progress)
+            problems += _differences(comparison)
+            keyed = comparison.text_keys_a, comparison.text_keys_b
+    said = tuple(problems), dict(coverage.free), compared, hint
+    return Verified(coverage.checked, coverage.unsummed, non_finite, *said, *keyed)
+
+
+def _code(checkpoint: Checkpoint, strays: list[FileProblem]) -> list[FileProblem]:
+    """Return what could run, and records that nothing refers to; TorchScript has its code in such."""
+    running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
+    problems = [FileProblem("code", name, "could run, when loaded without weights_only") for name in running]
+    return problems if checkpoint.format == torch_zip.TORCHSCRIPT else strays + problems
+
+
+def _parts(checkpoint: Checkpoint) -> list[FileProblem]:
+    """Compare the files that the trainer's `--save-parts` has written with their digests."""
+    if (parts := parts_beside(checkpoint.tree)) is None:
+        return []
+    from ..core.files.digest import sha256_of_file  # whose hashlib loads OpenSSL
+
+    folder, problems = os.path.join(os.path.dirname(checkpoint.path), parts["folder"]), []
+    for name, digest in parts["files"].items():
+        path = os.path.join(folder, os.path.basename(str(name)))
+        try:
+            wrong = "" if sha256_of_file(path) == digest else "is not the part that was saved"
+        except OSError as error:
+            wrong = f"can't be read: {reason(error)}"
+        if wrong:
+            problems.append(FileProblem("checksum", path, wrong))
+    return problems
+
+
+def _compare(
+    a: Checkpoint, b: Checkpoint, where: str | None, progress: Progress | None
+) -> tuple[str, Comparison, str | None]:
+    """Return what was compared, how it differs, and the next thing to do about that."""
+    states = both_states(a, b, where)
+    whole = where is None and (states is None or all(map(outside_of, (a, b), states)))
+    expect([*a.storages(), *b.storages()])
+    with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
+        comparison = diff(a, b, state=where, model_only=not whole, verify=False, progress=progress)
+        checksums.finish()
+    hint = None
+    if states and not comparison.same:
+        hint = stripping(a.path, *states) or stripping(b.path, *reversed(states))
+    return "everything" if whole else "state", comparison, hint
+
+
+def _differences(comparison: Comparison) -> list[FileProblem]:
+    return [
+        *(FileProblem("only-here", name, "is not in the other file") for name in comparison.only_a),
+        *(FileProblem("only-there", name, "is only in the other file") for name in comparison.only_b),
+        *map(_problem, comparison.changed),
+    ]
+
+
+def _problem(change: Change) -> FileProblem:
+    if (found := change.distance) is not None:
+        return FileProblem("values", change.name, f"{found.differ} of {found.of} values differ")
+    kind = "form" if change.why in ("shape", "dtype") else "values"
+    return FileProblem(kind, change.name, f"{change.a}, there {change.b}")
+
+
+def _non_finite(
+    checkpoint: Checkpoint, apart: Container[str], progress: Progress | None
+) -> Iterator[tuple[str, int]]:
+    """Yield tensors and how many of their values are not finite, read on several cores."""
+    names: dict[tuple[object, ...], list[str]] = {}  # by view, so that ties are read once
+    views: list[tuple[TensorRef, int]] = []
+    for name, tensor in checkpoint.tensors():
+        if real_dtype(tensor.dtype).name not in FLOATS or name in apart:
+            continue
+        if tensor.view not in names:
+            once, repeats = without_repeats(tensor)  # an expanded tensor may be too large to read
+            require_bounded(name, once, MAX_REPEATED)
+            views.append((once, repeats))
+        names.setdefault(tensor.view, []).append(name)
+    non_finite_counts = [0] * len(views)
+    left = [*_without_finite([tensor for tensor, _ in views], progress)]
+
+    def work(number: int, chunks: Iterator[memoryview]) -> int:
+        kind = real_dtype(views[left[number]][0].dtype).name
+        return sum(count_non_finite(kind, chunk) for chunk in chunks)
+
+    for piece, odd in map_bytes(work, [views[number][0] for number in left], PIECE, progress):
+        non_finite_counts[left[piece.number]] += odd
+    counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
+    named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
+    yield from ((name, named[name]) for name, _ in checkpoint.tensors() if named.get(name))
+
+
+def _without_finite(tensors: Sequence[TensorRef], progress: Progress | None) -> Iterator[int]:
+    """Yield the numbers of tensors without small ones of finite values, which are read together."""
+    for first in range(0, len(tensors), MOST_PIECES):
+        numbers = range(first, min(first + MOST_PIECES, len(tensors)))
+        tiny: dict[str, dict[int, ByteRange]] = {}
+        for number in numbers:
+            data = tensors[number].data if tensors[number].is_plain else None
+            if isinstance(data, ByteRange) and is_tiny(data):
+                tiny.setdefault(real_dtype(tensors[number].dtype).name, {})[number] = data
+        finite: set[int] = set()
+        for kind, places in tiny.items():
+            found = b"".join(read_together([*places.values()]))
+            if not count_non_finite(kind, memoryview(found)):
+                finite.update(places)
+                if progress and found:
+                    progress(len(found))
+        yield from (number for number in numbers if number not in finite)
