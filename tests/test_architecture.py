@@ -222,7 +222,7 @@ def test_the_core_imports_no_room_and_a_room_only_those_that_it_declares() -> No
         if path.parent != PACKAGE
         for each in all_imports_of(path)
         for module in own_imports(path, [each])
-        if (room := room_of(modules()[module])) not in ("core", room_of(path), *ROOMS.get(room_of(path), ()))
+        if room_of(modules()[module]) not in ("core", room_of(path), *ROOMS.get(room_of(path), ()))
     ]
     assert offenders == []
 

@@ -78,7 +78,7 @@ def prepare(config: TrainConfig) -> Job:
     """Check that the training is possible, on this rank alone; UsageFault or FileError if it isn't."""
     import torch._dynamo  # as DDP does; inside a process group, it would keep the group alive
 
-    from ckpttool.distributed import sampler
+    from ckpttool.distributed import randomness
     from ckpttool.distributed.group import find_place
     from train.checkpoint import resume
     from train.data import data_set
@@ -96,7 +96,7 @@ def prepare(config: TrainConfig) -> Job:
     if place.device.type == "cpu":
         launch.keep_freed_memory()
     if config.numbers.deterministic:
-        sampler.make_deterministic()
+        randomness.make_deterministic()
     if config.batch.virtual_ranks and place.device.type == "cpu":
         torch.set_num_threads(1)  # another number gives other last bits
     else:
@@ -107,7 +107,7 @@ def prepare(config: TrainConfig) -> Job:
     collate = tasks.collate_of(own_task, config.data.task)
     data = data_set.load(config.data, seed=seed, batch_size=config.batch.size, collate=collate)
     data = data_set.with_others(config.data, data, batch_size=config.batch.size, collate=collate)
-    sampler.seed_all(sampler.seed_from(seed, "weights"))
+    randomness.seed_all(randomness.seed_from(seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model.name, shape=data.shape, classes=task.outputs(data))
     preflight.check(config, data, model, place, task)

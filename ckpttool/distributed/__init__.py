@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .group import process_group as process_group
     from .heartbeat import watch as watch
     from .plan import Plan as Plan
+    from .randomness import Keyed as Keyed
     from .sampler import ExactBatchSampler as ExactBatchSampler
-    from .sampler import Keyed as Keyed
     from .sampler import distribute as distribute
     from .transport import whole as whole
     from .uneven import Uneven as Uneven
@@ -64,7 +64,8 @@ else:
             "group": "Place find_place process_group",
             "heartbeat": "watch",
             "plan": "Plan",
-            "sampler": "Keyed ExactBatchSampler distribute",
+            "randomness": "Keyed",
+            "sampler": "ExactBatchSampler distribute",
             "uneven": "leaving_no_trace run_dummy_pass settle_buckets Uneven global_mean_loss",
         },
     )

@@ -26,7 +26,7 @@ from ..errors import CheckFailed, RanksDiffer, UsageFault
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

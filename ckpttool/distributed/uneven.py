@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import CheckFailed, UsageFault
-from . import collectives, sampler, transport
+from . import collectives, transport
 from .heartbeat import is_lost_rank
 from .transport import tensors
 
@@ -77,7 +77,7 @@ def leaving_no_trace(model: nn.Module, *, together: bool = True) -> Iterator[Non
         _set(taking_part, "absent", True),
         _set([layer for layer in layers if layer not in taking_part], "training", False),
         buffers_restored(model, kept),
-        sampler.restored(gpu=True),
+        randomness.restored(gpu=True),
     ):
         yield
 

@@ -15,7 +15,7 @@ import torch
 
 from ckpttool.core.files.commit import reason
 from ckpttool.core.formats.reading import open_alone
-from ckpttool.distributed import collectives, sampler, transport
+from ckpttool.distributed import collectives, randomness, transport
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from train.checkpoint.files import as_torch_reads
 from train.config.command_line import SOURCES
@@ -168,7 +168,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         ),
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init, "judge": trainer.judge},
-        "rng": collectives.gather(sampler.take()),
+        "rng": collectives.gather(randomness.take()),
         "config": {name: value for name, value in trainer.config.plain().items() if name not in HOW_TO_SAVE},
         "versions": versions(trainer.place.device),
         "log": collectives.gather(trainer.log.state()),
@@ -208,10 +208,10 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     rank, world_size = trainer.place.rank, trainer.place.world_size
     trainer.log.restore(state["log"], rank, world_size)
     if len(state["rng"]) == world_size:
-        sampler.put_back(state["rng"][rank])
+        randomness.put_back(state["rng"][rank])
     else:
         step = trainer.progress.global_step
-        sampler.seed_all(sampler.seed_from(trainer.config.numbers.seed, "rank", rank, step))
+        randomness.seed_all(randomness.seed_from(trainer.config.numbers.seed, "rank", rank, step))
 
 
 def _require_same_types(model: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from ckpttool.distributed.sampler import seeded
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
 from train.config.sections import TrainConfig
 from train.data.samples import Samples, Scale, count, no_class, optional, scale_of

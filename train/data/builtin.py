@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.core.files.commit import reason
-from ckpttool.distributed.sampler import Keyed
+from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.models import factory
 from train.config.sections import DataConfig

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.sampler import Keyed, seeded
+from ckpttool.distributed.randomness import Keyed, seeded
 from ckpttool.errors import CheckFailed, FileError, RanksDiffer, UsageFault
 from train.config.sections import DataConfig
 from train.data import builtin, formats

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.sampler import seeded
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, CkptToolError, UsageFault, install
 from ckpttool.models import factory
 from train.config.sections import DataConfig

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, _utils
 
 from ckpttool.core.files.commit import reason
 from ckpttool.distributed.plan import ENDLESS
-from ckpttool.distributed.sampler import restored, seed_all, seed_from
+from ckpttool.distributed.randomness import restored, seed_all, seed_from
 from ckpttool.errors import CheckFailed, CkptToolError, Unreadable, UsageFault
 from train import console
 from train.data.samples import IGNORED, Samples, digest_of

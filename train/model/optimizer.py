@@ -27,7 +27,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpttool.distributed.sampler import seeded
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.models import factory
 from train.config.sections import OptimizerConfig

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.distributed import collectives, heartbeat, sampler
+from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.errors import CheckFailed
 from ckpttool.models import factory
 from train.trainer.trainer import Trainer
@@ -151,7 +151,7 @@ def _marks(model: nn.Module) -> dict[str, Any]:
 def unchanged() -> Iterator[None]:
     """Put random states and torch's global settings back after the block, which has no gradients."""
     before = [now() for now, _ in GLOBALS]
-    with sampler.restored(gpu=True), torch.no_grad():
+    with randomness.restored(gpu=True), torch.no_grad():
         try:
             yield
         finally:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ckpttool import metrics as exact
 from ckpttool.distributed import transport
-from ckpttool.distributed.sampler import seeded
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
 from ckpttool.metrics.base import measures
 from ckpttool.models import factory

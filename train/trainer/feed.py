@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpttool.distributed import collectives, sampler
+from ckpttool.distributed import collectives, randomness
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed, RanksDiffer
@@ -84,7 +84,7 @@ class Feed:
         # Lists of indices are made while they are loaded and dropped when used: of 10^7 they take 400 MB.
         indices, taken = itertools.tee(micro_batch for step in steps for micro_batch in step.micro_batches)
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
-        seed = sampler.seed_from(self.config.numbers.seed, "workers", self.place.rank, epoch, step)
+        seed = randomness.seed_from(self.config.numbers.seed, "workers", self.place.rank, epoch, step)
         how: dict[str, Any] = {"collation": self.collation, "seed": seed}
         loaded = load(self.samples, indices, self.place, self.config.ranks.workers, **how)
         for micro_batch, batch in zip(taken, loaded, strict=True):

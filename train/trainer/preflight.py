@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.deltas import differences
-from ckpttool.distributed import collectives, sampler
+from ckpttool.distributed import collectives, randomness
 from ckpttool.distributed.group import Place, given_rank
 from ckpttool.distributed.plan import Plan
-from ckpttool.distributed.sampler import seeded
+from ckpttool.distributed.randomness import seeded
 from ckpttool.distributed.uneven import leaving_no_trace, modes_kept
 from ckpttool.errors import CkptToolError, UsageFault, install
 from ckpttool.metrics.base import measures, update
@@ -284,7 +284,7 @@ def compare_pass(settings: ModelConfig, task: Task, model: nn.Module, batch: Any
     eager = wrapping.not_compiled() if settings.compile else contextlib.nullcontext()
     model = model if settings.shard else copy.deepcopy(model)  # one may count its passes
     with torch.no_grad(), leaving_no_trace(model, together=False), eager:
-        sampler.seed_all(sampler.seed_from("a pass"))  # on GPUs too
+        randomness.seed_all(randomness.seed_from("a pass"))  # on GPUs too
         loss, _ = task.loss(task.forward(model, batch), batch)
     losses = collectives.gather(float(loss))
     other = next((rank for rank, one in enumerate(losses) if not _near(one, losses[0])), 0)

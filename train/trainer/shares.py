@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckpttool.distributed import collectives, heartbeat, sampler, transport
+from ckpttool.distributed import collectives, heartbeat, randomness, transport
 from ckpttool.distributed.plan import Plan, Step
 from ckpttool.distributed.uneven import buffers_restored, leaving_no_trace
 from train.data.batches import batch_of
@@ -208,7 +208,7 @@ def _pass_all(
         if batch is None:
             continue
         key = "virtual", trainer.progress.global_step, virtual, number
-        sampler.seed_all(sampler.seed_from(trainer.config.numbers.seed, *key))
+        randomness.seed_all(randomness.seed_from(trainer.config.numbers.seed, *key))
         with log.phase("forward"), precision.autocast():
             outputs = task.forward(model, batch)
             loss, count = task.loss(outputs, batch)

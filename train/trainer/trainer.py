@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
-from ckpttool.distributed import collectives, heartbeat, sampler
+from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.distributed.uneven import gradients_zeroed, leaving_no_trace, run_dummy_pass, settle_buckets
@@ -191,7 +191,7 @@ class Trainer:
         self._count_sum: Callable[[], torch.Tensor] | None = None  # over ranks, of the present step
         if not config.model.shard:
             settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
-        sampler.seed_all(sampler.seed_from(config.numbers.seed, "rank", place.rank))
+        randomness.seed_all(randomness.seed_from(config.numbers.seed, "rank", place.rank))
 
     @property
     def recorder(self) -> Recorder:
@@ -257,9 +257,9 @@ class Trainer:
         device = next(model.parameters()).device  # with --shard it is not where it will be trained
         batch = self.task.batch_to(self.dummy_batch, device)
         with torch.no_grad(), leaving_no_trace(model, together=False):
-            before = collectives.digest_all(sampler.take())
+            before = collectives.digest_all(randomness.take())
             self.task.forward(model, batch)
-            return collectives.digest_all(sampler.take()) != before
+            return collectives.digest_all(randomness.take()) != before
 
     def begin_count(self, sums: Sums) -> None:
         """Send what this rank has counted in a step, unless all know it. A collective, between the last

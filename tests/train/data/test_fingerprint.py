@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.sampler import Keyed
+from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train import evaluate, main

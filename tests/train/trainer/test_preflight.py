@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ckpttool.distributed import sampler
+from ckpttool.distributed import randomness
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
@@ -173,7 +173,7 @@ class Scaled(nn.Module):
 
 
 def compared(rank: int, size: int, scales: list[float], shard: bool) -> str:
-    sampler.seed_all(rank)
+    randomness.seed_all(rank)
     model = trainings.seeded(lambda: Scaled(scales[rank]))
     data = trainings.tensors(runs.SHAPE, 8)
     return trainings.trainer(rank, size, data, model, shard=shard).differing
@@ -222,7 +222,7 @@ def make():
 def test_a_task_draws_the_same_numbers_on_every_rank_and_after_a_resume(own, name):
     config, scales = TrainConfig.of(task=f"{own}:{name}"), []
     for seed in (1, 2):
-        sampler.seed_all(seed)
+        randomness.seed_all(seed)
         scales.append(tasks.users(config.data.task).scale)
     assert scales[0] == scales[1]
 
