@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import CheckFailed, UsageFault
-from . import collectives, transport
+from . import collectives, randomness, transport
 from .heartbeat import is_lost_rank
 from .transport import tensors
 
