@@ -18,7 +18,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "diffing": (),
     "verifying": ("diffing",),
     "reporting": ("inspecting", "diffing", "metrics"),
-    "keys": (),
     "conforming": ("mapping",),
     "mapping": (),
     "numbers": (),

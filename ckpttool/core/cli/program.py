@@ -17,7 +17,7 @@ import click
 from ... import __version__
 from ...rooms import offered
 from .. import system
-from . import convert, for_programs
+from . import convert, for_programs, keys
 from .failure import Call, fail, left_by
 from .options import Addition, Command, Context
 
@@ -149,7 +149,7 @@ def group() -> None:
 
 def _assemble() -> None:
     """Put every command into its section and the group, and give it what others add to it."""
-    modules = (convert, *offered("command"), for_programs)  # in this order within a section of the help
+    modules = (keys, convert, *offered("command"), for_programs)  # in this order within a section of the help
     declared = [*chain.from_iterable(vars(module).values() for module in modules)]
     for each in declared:
         if isinstance(each, Command):

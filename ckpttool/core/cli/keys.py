@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..core.cli import options
-from ..core.cli.console import show_names
-from ..core.cli.rewriting import Change, Outcome, Target, rewrite, rewritten
+from . import options
+from .console import show_names
+from .rewriting import Change, Outcome, Target, rewrite, rewritten
 
 if TYPE_CHECKING:
-    from ..core.checkpoint.checkpoint import Checkpoint
-    from ..core.checkpoint.prefixes import Renaming
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.prefixes import Renaming
 
 
 @options.command("Rename", "Take a wrapper's prefix off the keys", rewritten)
@@ -46,7 +46,7 @@ def strip_prefix(
       ckpttool strip-prefix last.pt model.safetensors
       ckpttool strip-prefix lightning.ckpt model.pt --prefix model.
     """
-    from ..core.checkpoint import keys
+    from ..checkpoint import keys
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         left_out = drop
@@ -68,9 +68,9 @@ def _keep_alone(
     checkpoint: Checkpoint, keep: tuple[str, ...], target: Target
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint with the state and what --keep names, and the names of what was left out."""
-    from ..core.checkpoint.pickled_modules import own_attributes
-    from ..core.checkpoint.selection import drop
-    from ..errors import NothingToDo, UsageFault
+    from ..checkpoint.pickled_modules import own_attributes
+    from ..checkpoint.selection import drop
+    from ...errors import NothingToDo, UsageFault
 
     if not target.place.holds_all:
         hint = "name a .pt file, which holds what --keep names"
@@ -89,7 +89,7 @@ def _keep_alone(
 
 def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
     """Yield a note on a wrapper's prefix that the new names still carry, if they carry one."""
-    from ..core.checkpoint.prefixes import found_prefixes, inner_prefixes
+    from ..checkpoint.prefixes import found_prefixes, inner_prefixes
 
     if again := sum(name.startswith(prefix) for name in names):
         keys = f"{again} of {len(names)} keys"
@@ -120,7 +120,7 @@ def add_prefix(job: options.WriteJob, prefix: str) -> None:
     Example:
       ckpttool add-prefix model.safetensors for-ddp.pt
     """
-    from ..core.checkpoint import keys
+    from ..checkpoint import keys
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, renaming = keys.add_prefix(checkpoint, prefix, state=target.state)
@@ -156,7 +156,7 @@ def rename_keys(job: options.WriteJob, rules: tuple[str, ...]) -> None:
     Example:
       ckpttool rename-keys model.pt renamed.pt --map '^backbone\\.=model.'
     """
-    from ..core.checkpoint import keys
+    from ..checkpoint import keys
 
     pairs = [_pair(rule) for rule in rules]
 

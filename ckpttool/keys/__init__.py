@@ -1,1 +1,0 @@
-"""Keys renamed: prefixes stripped and added, regular expressions"""
