@@ -187,7 +187,8 @@ def is_shell(path: Path) -> bool:
 def at_height(module: str) -> int:
     """Return where in the core a module lies, from the ground up; what is beside the folders is below."""
     parts = module.split(".")
-    return CORE.index(parts[2]) if parts[1] == "core" and len(parts) > 3 and parts[2] in CORE else -1
+    in_core = parts[1:2] == ["core"] and len(parts) > 3
+    return CORE.index(parts[2]) if in_core and parts[2] in CORE else -1
 
 
 def tops(path: Path, *, at_once: bool = False) -> set[str]:

@@ -45,18 +45,17 @@ def attributes(
     def __getattr__(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        where = home[name] or name
         with needing_torch(f"{package}.{name}"):
-            if not home[name]:
-                return import_module(f"{package}.{name}")
             try:
-                module = import_module(f"{package}.{home[name]}")
+                module = import_module(f"{package}.{where}")
             except ModuleNotFoundError as error:
-                room = home[name].partition(".")[0]
+                room = where.partition(".")[0]
                 if error.name != f"{package}.{room}":
                     raise
                 what = f"module '{package}' has no attribute '{name}': its room '{room}' was taken out"
                 raise AttributeError(what) from None
-            return getattr(module, name)
+        return getattr(module, name) if home[name] else module
 
     return __getattr__, lambda: sorted(home), list(home)
 

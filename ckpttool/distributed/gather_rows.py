@@ -1,4 +1,4 @@
-"""The check that each sample appears exactly once, and what it says if not. Imports numpy when called."""
+"""Rows of samples gathered from the ranks, and the check that each sample appears exactly once. Imports torch."""
 
 from __future__ import annotations
 

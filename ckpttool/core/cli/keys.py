@@ -68,9 +68,9 @@ def _keep_alone(
     checkpoint: Checkpoint, keep: tuple[str, ...], target: Target
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint with the state and what --keep names, and the names of what was left out."""
+    from ...errors import NothingToDo, UsageFault
     from ..checkpoint.pickled_modules import own_attributes
     from ..checkpoint.selection import drop
-    from ...errors import NothingToDo, UsageFault
 
     if not target.place.holds_all:
         hint = "name a .pt file, which holds what --keep names"
