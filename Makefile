@@ -35,10 +35,11 @@ drill: $(INSTALLED)  ## runs killed in many ways, compared with undisturbed ones
 gpu: $(INSTALLED)  ## what only a GPU can show, and the loop beside a bare one; writes docs/gpu.md
 	$(BIN)/python -m tests.gpu
 
-lint: $(INSTALLED)  ## ruff, mypy --strict, who imports whom, and pages that are made of the program
+lint: $(INSTALLED)  ## ruff, mypy --strict, who imports whom, rooms taken away, lines of code, generated pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.lines_of_code
 	$(PYTEST) -n 0 -m lint $$(grep -rl 'mark\.lint' tests --include='test_*.py')
 
 docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stale

@@ -1,4 +1,4 @@
-"""Rows of samples gathered from the ranks, and the check that each sample appears exactly once. Imports torch."""
+"""Rows of samples gathered from the ranks; the check that each appears exactly once. Imports torch."""
 
 from __future__ import annotations
 
