@@ -113,7 +113,7 @@ def test_the_hooks_name_programs_that_are_there_and_files_that_are_checkpoints()
     hooks = loaded(".pre-commit-hooks.yaml")
     assert [hook["id"] for hook in hooks] == ["ckpttool-scan", "ckpttool-keys"]
     for hook in hooks:
-        assert hook["entry"].startswith(("ckpttool scan", "python -m ckpttool.cli.commits keys"))
+        assert hook["entry"].startswith(("ckpttool scan", "python -m ckpttool.core.cli.commits keys"))
         assert re.search(hook["files"], "models/last.pt") and not re.search(hook["files"], "train.py")
 
 

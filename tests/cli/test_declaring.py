@@ -1,4 +1,4 @@
-"""Commands are found through a table: one whose file is taken away is missing, with its options of others."""
+"""Commands are found in the rooms: one whose room is taken away is missing, with its options of others."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpttool import rooms
 from ckpttool.core.cli import group, program
 from ckpttool.core.cli.options import Command
+from ckpttool.errors import MissingRoom
 from tests.support.running import ROOT
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def without(folder: Path, *taken: str) -> Run:
-    """Return what runs a copy of the package that lacks some command files."""
+    """Return what runs a copy of the package that lacks the commands of some rooms."""
     shutil.copytree(ROOT / "ckpttool", folder / "ckpttool", ignore=shutil.ignore_patterns("__pycache__"))
     for name in taken:
-        (folder / "ckpttool" / "cli" / "commands" / f"{name}.py").unlink()
+        (folder / "ckpttool" / name / "command.py").unlink()
     torch.save({"w": torch.ones(2, 3)}, folder / "a.pt")
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +41,7 @@ def test_every_command_stands_under_a_heading_of_the_help() -> None:
 
 
 def test_a_command_does_without_what_others_would_add_to_it(tmp_path: Path) -> None:
-    run = without(tmp_path, "maps", "layouts", "quantizing", "report", "load")
+    run = without(tmp_path, "mapping", "numbers", "reporting", "models")
     listed = run("--help")
     assert listed.returncode == 0 and "\n  convert " in listed.stdout
     assert not any(f"\n  {name} " in listed.stdout for name in ("maps", "report", "doctor", "reload"))
@@ -54,14 +56,14 @@ def test_a_command_does_without_what_others_would_add_to_it(tmp_path: Path) -> N
 
 
 def test_an_addition_to_a_command_that_is_not_there_is_none(tmp_path: Path) -> None:
-    assert without(tmp_path, "slim", "conform")("--help").returncode == 0
+    assert without(tmp_path, "slimming", "conforming")("--help").returncode == 0
 
 
-def test_a_file_that_is_not_there_declares_nothing_and_one_that_lacks_a_library_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lacking_room.py").write_text("import no_such_library")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert program._declared_in("ckpttool.no_such_room.command") == []
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        program._declared_in("lacking_room")
+def test_a_room_that_is_not_there_is_none_and_one_that_lacks_a_library_is_an_error(tmp_path: Path) -> None:
+    assert rooms.find("no_such_room.command") is None
+    assert rooms.find("dcp.no_such_file") is None
+    with pytest.raises(MissingRoom, match="'no_such_room', which was taken out"):
+        rooms.need("no_such_room.reading")
+    run = without(tmp_path)
+    (tmp_path / "ckpttool" / "slimming" / "command.py").write_text("import no_such_library")
+    assert "No module named 'no_such_library'" in run("--help").stderr

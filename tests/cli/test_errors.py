@@ -261,7 +261,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(words: str, said: str, warm_
         for record in plain.namelist():
             zipped.writestr(record, plain.read(record))
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); "
-    ran = warm_python.run("-c", limited + "from ckpttool.cli import main; main()", *words.split())
+    ran = warm_python.run("-c", limited + "from ckpttool.core.cli import main; main()", *words.split())
     assert_one_line(Ran(ran.returncode, ran.stdout.decode(), ran.stderr.decode()), 3, said)
     assert sorted(os.listdir()) == ["in.pt", "z.pt"]
 

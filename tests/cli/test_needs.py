@@ -23,7 +23,7 @@ HIDDEN = ("torch", "torchvision", "safetensors", "sklearn")
 
 RUN_ALL = """
 import contextlib, io, json, os, sys
-from ckpttool import cli
+from ckpttool.core import cli
 for folder, words in json.load(sys.stdin):
     os.chdir(folder)
     out, err = io.StringIO(), io.StringIO()

@@ -81,8 +81,8 @@ def test_ctrl_c_while_modules_are_imported_says_nothing(here: Path) -> None:
 
 INTERRUPTED = """
 import os, sys
-from ckpttool import cli
-from ckpttool.files import copying
+from ckpttool.core import cli
+from ckpttool.core.files import copying
 whole = copying.Output.copy
 def copy(self, range):
     whole(self, range)
@@ -107,7 +107,7 @@ def test_a_command_that_is_interrupted_leaves_no_file_behind(number: int) -> Non
 def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
     code = (
         f"import signal, sys, os\nsignal.signal({int(number)}, signal.SIG_IGN)\n"
-        "from ckpttool import cli\nfrom ckpttool.cli import program\n"
+        "from ckpttool.core import cli\nfrom ckpttool.core.cli import program\n"
         f"program.run = lambda arguments: os.kill(os.getpid(), {int(number)}) or 0\n"
         "cli.main()\n"
     )
@@ -116,7 +116,7 @@ def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
 
 def test_code_of_the_user_s_that_catches_system_exit_does_not_hold_up_sigterm() -> None:
     code = (
-        "import signal, os\nfrom ckpttool import cli\nfrom ckpttool.cli import program\n"
+        "import signal, os\nfrom ckpttool.core import cli\nfrom ckpttool.core.cli import program\n"
         "def run(arguments):\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    except (Exception, SystemExit):\n        return 0\n"

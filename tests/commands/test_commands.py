@@ -234,7 +234,7 @@ test_commands = Commands.TestCase
 
 TOGETHER = """
     import json, os, sys
-    from ckpttool import cli
+    from ckpttool.core import cli
     jobs = json.loads(sys.argv[1])
     cli.run([*jobs[0], "-q", "--dry-run"])  # import what forks need
     gate, start = os.pipe()

@@ -225,7 +225,7 @@ def folder() -> Iterator[Path]:
 def write_as_nobody(path: Path) -> bytes:
     return python(f"""
         import os
-        from ckpttool.files.commit import replacing
+        from ckpttool.core.files.commit import replacing
         if os.getuid() == 0:
             os.setgroups([])
             os.setgid(65534)
@@ -256,7 +256,7 @@ def python(script: str, **given: Any) -> subprocess.CompletedProcess[bytes]:
 
 FULL = """
     import resource, sys
-    from ckpttool import cli
+    from ckpttool.core import cli
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     sys.argv = ["ckpttool", *sys.argv[1:]]
     cli.main()
@@ -279,8 +279,8 @@ def test_a_full_disk_is_named_by_what_was_written_to_it(words: str, tmp_path: Pa
 
 SLOW = """
     import sys, time
-    from ckpttool import cli, formats
-    from ckpttool.files.copying import Output
+    from ckpttool.core import cli, formats
+    from ckpttool.core.files.copying import Output
     def slowly(self, ranges):
         self.write(b"half")
         print("writing", flush=True)
@@ -325,7 +325,7 @@ def test_what_a_living_process_writes_is_never_removed(tmp_path: Path) -> None:
         for name in "fast", "slow":
             write(tmp_path / name, b"fast")
         write_elsewhere = python(f"""
-            from ckpttool.files.commit import replacing
+            from ckpttool.core.files.commit import replacing
             with replacing({str(tmp_path / "slow")!r}) as file:
                 file.write(b"elsewhere")
         """)
@@ -338,7 +338,7 @@ def test_what_a_living_process_writes_is_never_removed(tmp_path: Path) -> None:
 def test_writers_that_remove_what_is_abandoned_never_take_a_file_from_each_other(tmp_path: Path) -> None:
     script = f"""
         import sys
-        from ckpttool.files.commit import replacing
+        from ckpttool.core.files.commit import replacing
         for number in range(150):
             with replacing({str(tmp_path / "f")!r}) as file:
                 file.write(b"%d" % number)
@@ -404,7 +404,7 @@ def test_a_hang_up_that_was_to_be_ignored_is_ignored() -> None:
     ran = python("""
         import os, signal, sys
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        from ckpttool.cli import program
+        from ckpttool.core.cli import program
         def command(*arguments):
             os.kill(os.getpid(), signal.SIGHUP)
             print("still here", flush=True)

@@ -208,7 +208,7 @@ def killed(folder: Path, where: str) -> None:
     script = f"""
         import os
         from pathlib import Path
-        from ckpttool.files.commit_folder import replacing_folder
+        from ckpttool.core.files.commit_folder import replacing_folder
         folder, where = Path({str(folder)!r}), {where!r}
         rename = os.rename
         def rename_and_end(source, target):
@@ -263,7 +263,7 @@ REPLACED_OVER_AND_OVER = """
     import contextlib, os, sys
     from pathlib import Path
     from ckpttool.errors import UsageFault
-    from ckpttool.files.commit_folder import replacing_folder
+    from ckpttool.core.files.commit_folder import replacing_folder
     folder = Path(sys.argv[1])
     while True:
         with contextlib.suppress(FileNotFoundError):  # the other writer was faster
@@ -488,7 +488,7 @@ def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_
 
 DELETING = """
     import os, sys, threading, time
-    from ckpttool import cli
+    from ckpttool.core import cli
     unlink = os.unlink
     def slowly(path, **given):
         if ".ckpttool.old" in str(path):

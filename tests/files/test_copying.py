@@ -243,7 +243,7 @@ def test_a_path_that_can_not_be_opened_is_refused_with_the_reason(tmp_path: Path
 
 READ = """
 import os
-from ckpttool.files.open_source import open_source_descriptor
+from ckpttool.core.files.commit import open_source_descriptor
 print(os.pread(open_source_descriptor("-"), 99, 0))
 """
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.errors import CkptToolError, Unsupported, UsageFault
 from ckpttool.gguf import reading
 from tests.support.comparing import refused
@@ -92,7 +93,7 @@ def test_plain_tensors_are_places_in_the_file(version: int, tmp_path: Path) -> N
 
 def test_every_plain_type_is_read(tmp_path: Path) -> None:
     for kind, name in reading.PLAIN.items():
-        size = ckpttool.tensors.dtypes.DTYPES[name].itemsize
+        size = DTYPES[name].itemsize
         path = put(tmp_path / "m.gguf", {"a": Tensor(kind, (2, 3), bytes(range(6 * size)))})
         tensor = ckpttool.open(path).state().tensors["a"]
         assert (tensor.dtype.name, tensor.shape) == (name, (2, 3))

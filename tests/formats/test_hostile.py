@@ -111,7 +111,7 @@ def test_every_attack_ends_with_an_exit_code_and_no_traceback(attack: str, cli: 
 
 WATCHED = """
 import contextlib, io, json, os, re, sys, time
-from ckpttool import cli
+from ckpttool.core import cli
 def use(path):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         cli.run(["inspect", path, "--json"])
@@ -239,8 +239,8 @@ def test_impossible_numbers_in_a_zip64_directory_are_refused(tmp_path: Path) -> 
 
 SHORTENING = """
 import os, sys
-from ckpttool import cli
-from ckpttool.inert_pickle import machine
+from ckpttool.core import cli
+from ckpttool.core.inert_pickle import machine
 
 path, shortened_to = sys.argv[1], int(sys.argv[2])
 put = machine.Machine.put

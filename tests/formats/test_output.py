@@ -13,13 +13,13 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 from safetensors.torch import save_file
-from tests.support.saved import saved_predictions
 
 import ckpttool
 from ckpttool.core.files.commit import replacing
 from ckpttool.core.files.commit_folder import replacing_folder
 from ckpttool.core.formats.output import OutputPlace
 from ckpttool.errors import OutputExists
+from tests.support.comparing import saved_predictions
 from tests.support.running import Cli, assert_says
 
 

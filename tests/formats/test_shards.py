@@ -368,7 +368,7 @@ def test_what_a_folder_names_is_of_bounded_size(make: Any, name: str, tmp_path: 
 
 MANY = """
 import resource, sys
-from ckpttool import cli
+from ckpttool.core import cli
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 sys.exit(cli.run(sys.argv[3:]))
 """

@@ -535,7 +535,7 @@ def test_a_state_of_which_nothing_is_cut_is_nothing_to_do(state: Any, tmp_path: 
 
 KILLED = """
 import os, signal, ckpttool, sys
-from ckpttool.formats import splitting
+from ckpttool.ranks import splitting
 splitting.SplitPlan.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 ckpttool.split(ckpttool.open(sys.argv[1]), sys.argv[2], 3, force=True)
 """

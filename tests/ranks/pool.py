@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from ckpttool.distributed.observer import end_with_parent
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
-PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "ckpttool.cli"]
+PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "ckpttool.core.cli"]
 PRELOADED += ["tests.ranks.runs", "train.evaluate", "train.trainer.preflight"]
 PRELOADED += ["isal.isal_zlib", "numpy.ma", "torch.utils.serialization", "pytest", "hypothesis"]
 """What the server imports: torch, what the first DDP or DTensor would import in the time of a case, what the

@@ -430,7 +430,7 @@ def test_the_library_says_nothing_and_keeps_its_settings(hub: Hub, capfd: pytest
 def test_endpoint_and_login_are_those_of_the_hubs_own_settings(hub: Hub, tmp_path: Path) -> None:
     hub.create("o/p", private=True).commit({"w.bin": b"0123456789"})
     (tmp_path / "token").write_text(hub.token)
-    use = "from ckpttool.remote.hub.repository import Repository"
+    use = "from ckpttool.core.remote.hub import Repository"
     code = f"{use}; print(Repository('o/p').head('w.bin', 4)[0])"
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN_PATH": ""}
     del environment["HF_TOKEN_PATH"]

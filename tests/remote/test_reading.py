@@ -400,21 +400,17 @@ def test_nothing_is_asked_while_offline(server: RangeServer, tmp_path: Path, cli
 def test_paths_do_not_pay_for_urls(tmp_path: Path) -> None:
     put(tmp_path)
     code = (
-        "import sys; from ckpttool import cli; sys.modules['urllib3'] = sys.modules['obstore'] = None;"
+        "import sys; from ckpttool.core import cli; sys.modules['urllib3'] = sys.modules['obstore'] = None;"
         f"code = cli.run(['strip-prefix', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'o.safetensors')!r}]);"
-        "print(code, sorted(n for n in sys.modules if n.split('.')[:2] == ['ckpttool', 'remote']))"
+        "print(code, sorted(n for n in sys.modules if n.split('.')[:3] == ['ckpttool', 'core', 'remote']))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = [
-        f"ckpttool.remote{name}" for name in ("", ".ahead", ".places", ".reads", ".store", ".urls", ".visit")
-    ]
+    modules = [f"ckpttool.core.remote{name}" for name in ("", ".ahead", ".places", ".store", ".urls")]
     assert ran.stdout.splitlines()[-1] == f"0 {modules}"
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['urllib3'] = None; from ckpttool import cli; sys.exit(cli.run(sys.argv[1:]))"
-    )
+    code = "import sys; sys.modules['urllib3'] = None; from ckpttool.core import cli; sys.exit(cli.run(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "inspect", "https://127.0.0.1:9/a.pt"]
     ran = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert (ran.returncode, ran.stderr.splitlines()[0]) == (

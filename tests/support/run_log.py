@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.config.shared import Every
-
 from tests.ranks import runs
 from train.checkpoint.files import DELTA, numbered
 from train.checkpoint.format import read
+from train.config.flags import Every
 
 # ---- The log of a training, read back; and a record of one, made up -----------------------------------
 

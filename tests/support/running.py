@@ -98,7 +98,7 @@ MOST = 64_000_000
 
 CHILD = """
 import os, sys
-from ckpttool import cli
+from ckpttool.core import cli
 out = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 code = cli.run(sys.argv[1:])

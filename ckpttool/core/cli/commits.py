@@ -1,7 +1,7 @@
 """Checkpoints in a git repository compared between commits: what the pre-commit hook and the action run.
 
-python -m ckpttool.cli.commits keys FILE…               exit 1 where keys are not those of HEAD
-python -m ckpttool.cli.commits comment BASE HEAD [--] PATHSPEC…   what changed, as Markdown
+python -m ckpttool.core.cli.commits keys FILE…               exit 1 where keys are not those of HEAD
+python -m ckpttool.core.cli.commits comment BASE HEAD [--] PATHSPEC…   what changed, as Markdown
 """
 
 from __future__ import annotations

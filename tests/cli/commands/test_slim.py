@@ -89,7 +89,7 @@ def test_a_hostile_file_runs_nothing_and_its_names_are_escaped(cli: Any, here: P
 
 
 def test_it_streams_to_stdout_and_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from ckpttool.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from ckpttool.core.cli import main; main()"
     with open("piped.pt", "wb") as out:
         words = [sys.executable, "-c", code, "disarm", "last.pt", "-"]
         ran = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=False)

@@ -238,7 +238,7 @@ def test_more_axes_than_are_supported_are_named(cli: Any, tmp_path: Path) -> Non
 
 CUTTING_METADATA = """
 import os, sys, ckpttool
-from ckpttool.formats.dcp import reading
+from ckpttool.dcp import reading
 read_pickle = reading.read_pickle
 def cut_and_read(data):
     os.truncate(sys.argv[1] + "/.metadata", 4096)
@@ -407,7 +407,7 @@ def test_what_is_written_is_what_torch_would_have_saved(what: str, tmp_path: Pat
 
 CUTTING_INPUT = """
 import os, sys, ckpttool
-from ckpttool.formats.dcp import writing
+from ckpttool.dcp import writing
 made = writing._Live.value
 def cut_and_make(*given, **named):
     os.truncate(path, 4096)

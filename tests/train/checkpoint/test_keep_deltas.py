@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.odd_state import odd_state
 
 from ckpttool.deltas import differences
 from ckpttool.errors import Damaged, Unreadable, UsageFault
@@ -22,6 +21,7 @@ from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment, start
 from tests.support.run_log import entries_of
+from tests.support.trees import odd_state
 from train.checkpoint import files
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import saver as saving

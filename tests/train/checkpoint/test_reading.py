@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.support.saved import prefixed, saved
 from torch import nn
 
 from ckpttool.core import cli
 from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, Damaged, NoState, Refused, Unreadable, UsageFault
-from tests.support.comparing import values
+from tests.support.comparing import prefixed, saved, values
 from tests.support.small_net import SmallNet, used
 from train import main
 from train.checkpoint import format as checkpoints

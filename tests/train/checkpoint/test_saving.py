@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.odd_state import odd_state
 from torch import nn
 
 from ckpttool.core import system
@@ -27,6 +26,7 @@ from ckpttool.errors import CheckFailed, CkptToolError, FileError
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
 from tests.support.run_log import entries_of, epochs_of
+from tests.support.trees import odd_state
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
