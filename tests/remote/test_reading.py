@@ -410,7 +410,8 @@ def test_paths_do_not_pay_for_urls(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['urllib3'] = None\nfrom ckpttool.core import cli\nsys.exit(cli.run(sys.argv[1:]))"
+    code = "import sys; sys.modules['urllib3'] = None; from ckpttool.core import cli"
+    code += "; sys.exit(cli.run(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "inspect", "https://127.0.0.1:9/a.pt"]
     ran = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert (ran.returncode, ran.stderr.splitlines()[0]) == (

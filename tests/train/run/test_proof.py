@@ -131,8 +131,9 @@ def test_by_default_the_end_is_replayed_from_the_checkpoint_before_it(cli, origi
 
 
 def test_without_a_replay_nothing_is_run_and_torch_is_not_imported(original):
-    code = f"import sys\nfrom ckpttool.core import cli\ncode = cli.run(['prove', {str(original)!r}, '--no-replay'])"
-    code += "\nsys.exit(code or 10 * ('torch' in sys.modules))"
+    code = "import sys; from ckpttool.core import cli"
+    code += f"; code = cli.run(['prove', {str(original)!r}, '--no-replay'])"
+    code += "; sys.exit(code or 10 * ('torch' in sys.modules))"
     done = start([sys.executable, "-c", code], cwd=ROOT, anew=True)
     assert done.returncode == 0, done.stderr
     assert ": the chain holds (" in done.stdout
