@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ..distributed import collectives, heartbeat, transport
-from ..distributed.gather_rows import gather, index_digest
+from ..distributed.exactly_once import index_digest
+from ..distributed.gather_rows import gather
 from ..distributed.plan import evaluation_batches
 from ..distributed.uneven import modes_kept
 from ..errors import CheckFailed

@@ -74,7 +74,7 @@ def prove(
     from . import proof
     from .replay import Replay
 
-    program = program or str(Path(__file__).parents[3] / "train" / "main.py")  # not in an installed wheel
+    program = program or str(Path(__file__).parents[2] / "train" / "main.py")  # not in an installed wheel
     replay = None if no_replay else Replay(program=program, dry=dry_run, **replayed)
     began = time.perf_counter()
 

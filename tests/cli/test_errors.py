@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import ckpttool
 from ckpttool.core import cli as command_line
+from ckpttool.core import formats
 from tests.support.running import Ran
 
 ONE = torch.ones(1)
@@ -300,7 +300,7 @@ def test_an_interrupt_exits_130(cli: Any, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ckpttool.formats, "open", interrupted)
+    monkeypatch.setattr(formats, "open", interrupted)
     ran = cli("inspect x")
     assert (ran.code, ran.err.strip()) == (130, "interrupted")
 
