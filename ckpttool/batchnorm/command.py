@@ -93,8 +93,11 @@ def convert_batchnorm(
     from .pool_files import pool_states
 
     others, build = job.inputs[1:], next(iter(options.added({"model": model})), None)
-    if not others:
-        _require_one(to, of_ranks)
+    if not others and to is None:
+        raise click.UsageError("--to is needed: sync or plain")
+    for name, value in of_ranks.items():
+        if not others and value not in (None, ()):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for several INPUTs, one per rank")
     counts = dict(of_ranks.pop("counts")) or None
     job.require_new_output()
     plain_or_sync: Literal["sync", "plain"] = to or "plain"
@@ -106,7 +109,10 @@ def convert_batchnorm(
             files = [checkpoint, *map(formats.open, others)]  # tensors that are kept refer to the open files
             checkpoint, pooled = pool_states(files, counts, **of_ranks, **choices)
         choices["as_text"] = target.place.has_metadata and not target.place.full
-        choices["kinds"] = _kinds(build()) if build else None
+        if build:  # needs torch
+            from .sync_batchnorm import kinds_of
+
+            choices["kinds"] = kinds_of(build())
         try:
             checkpoint, report = convert(checkpoint, plain_or_sync, **choices)
         except NothingToDo:
@@ -116,22 +122,6 @@ def convert_batchnorm(
         return checkpoint, _outcome(len(job.inputs), plain_or_sync, pooled, report)
 
     rewrite(job, transform)
-
-
-def _require_one(to: str | None, of_ranks: dict[str, Any]) -> None:
-    """Refuse options that one INPUT does not have, and require the one that it needs."""
-    if to is None:
-        raise click.UsageError("--to is needed: sync or plain")
-    for name, value in of_ranks.items():
-        if value not in (None, ()):
-            raise click.UsageError(f"--{name.replace('_', '-')} is for several INPUTs, one per rank")
-
-
-def _kinds(model: Any) -> dict[str, str]:
-    """Return the kind of each BatchNorm layer. Imports torch."""
-    from .sync_batchnorm import kinds_of
-
-    return kinds_of(model)
 
 
 def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: BatchNormReport) -> Outcome:

@@ -167,7 +167,10 @@ def convert(
     given = {} if kinds is None else given_kinds(checkpoint.path, target, layers, kinds, patterns)
     known = recorded_kinds(checkpoint, target)
     if not (layers or given or known):
-        raise _none(checkpoint, target)
+        where = f" in '{target.where}'" if target.where else ""
+        reason = f"there is no BatchNorm{where}: no '{MEAN}' next to a '{VARIANCE}'"
+        hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
+        raise NothingToDo(f"{checkpoint.path}: {reason}", hint=hint)
     alone = {path: kind for path, kind in known.items() if fits(path, patterns)}
     wanted = {**known, **given} if to == "sync" else alone
     if as_text is None:
@@ -180,11 +183,12 @@ def convert(
         {path: kind for path, kind in known.items() if path not in wanted},
     )
     if not report.changes:
-        raise _fits_both(checkpoint, to)
+        same = "plain and synchronised BatchNorm have the same keys, and none is missing"
+        records = "; --model SPEC records which layers are 1d, 2d and 3d" if to == "sync" else ""
+        raise NothingToDo(f"{checkpoint.path}: {same}", hint=f"it can be loaded as it is{records}")
     entries = _versions(target, report, {} if as_text else wanted)
-    new = checkpoint.changed(
-        target, lambda value: _converted(target, report, entries) if value is target.container else value
-    )
+    made = _converted(target, report, entries)
+    new = checkpoint.changed(target, lambda value: made if value is target.container else value)
     return replace(new, metadata=with_kinds(checkpoint.metadata, wanted if as_text else {})), report
 
 
@@ -244,19 +248,3 @@ def zero(like: Storage) -> TensorRef:
     """Return an int64 scalar of 0 in its own storage, with the file and device of another storage."""
     where = {"location": like.location, "byteorder": like.byteorder}
     return TensorRef.of_bytes(Computed.in_memory(like.data.path, bytes(8)), DTYPES["int64"], (), **where)
-
-
-def _none(checkpoint: Checkpoint, state: State) -> NothingToDo:
-    where = f" in '{state.where}'" if state.where else ""
-    return NothingToDo(
-        f"{checkpoint.path}: there is no BatchNorm{where}: no '{MEAN}' next to a '{VARIANCE}'",
-        hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
-    )
-
-
-def _fits_both(checkpoint: Checkpoint, to: Target) -> NothingToDo:
-    hint = "it can be loaded as it is"
-    if to == "sync":
-        hint += "; --model SPEC records which layers are 1d, 2d and 3d"
-    same = "plain and synchronised BatchNorm have the same keys, and none is missing"
-    return NothingToDo(f"{checkpoint.path}: {same}", hint=hint)

@@ -90,9 +90,8 @@ def pool(
     exact, equal = counts is not None, [1.0] * len(means)
     if momentum is not None and not (exact and 0 < momentum <= 1):
         raise ValueError(f"a momentum of {momentum:g} needs counts, and is above 0 and at most 1")
-    ranks = _ranks(
-        means, variances, equal if counts is None else counts, equal if batches is None else batches
-    )
+    seen = equal if counts is None else counts, equal if batches is None else batches
+    ranks = _ranks(means, variances, *seen)
     count = float(sum(rank.values for rank in ranks))
     total = sum(rank.weight for rank in ranks)
     if not ranks or (exact and count <= 1):
@@ -101,9 +100,8 @@ def pool(
     biased = sum(rank.weight * (rank.biased(exact) + (rank.mean - mean) ** 2) for rank in ranks) / total
     if momentum is not None:
         averaged = [(2 - momentum) / momentum if batches is None else rank.batches for rank in ranks]
-        biased = sum(
-            (rank.between(total) * (1 - 1 / k) for rank, k in zip(ranks, averaged, strict=True)), biased
-        )
+        for rank, k in zip(ranks, averaged, strict=True):
+            biased = biased + rank.between(total) * (1 - 1 / k)
     return Pooled(mean, biased * (count / (count - 1) if exact else 1.0), count)
 
 
@@ -182,7 +180,9 @@ def pool_states(
 ) -> tuple[Checkpoint, PoolReport]:
     """Return the first of several ranks' checkpoints with the running statistics of all, pooled by `pool`."""
     _check_counts(checkpoints, counts)
-    _check_momentum(momentum, counts)
+    if momentum is not None and not (counts and 0 < momentum <= 1):
+        reason = f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1"
+        raise UsageFault(reason, hint="give the momentum of the layers: torch's default is 0.1")
     first, states = checkpoints[0], [checkpoint.state(state) for checkpoint in checkpoints]
     layers = find(first.path, states[0], exclude)
     if not layers:
@@ -207,12 +207,6 @@ def pool_states(
     return pooled, PoolReport(tuple(layers), tuple(new), from_first, counts is not None, not_finite)
 
 
-def _check_momentum(momentum: float | None, counts: Mapping[str, Counts] | None) -> None:
-    if momentum is not None and not (counts and 0 < momentum <= 1):
-        reason = f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1"
-        raise UsageFault(reason, hint="give the momentum of the layers: torch's default is 0.1")
-
-
 def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts] | None) -> None:
     if len(checkpoints) < 2:
         raise UsageFault("pooling needs the files of two ranks or more")
@@ -229,11 +223,10 @@ def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts
 
 
 def _check_patterns(layers: Sequence[str], given: Mapping[str, Iterable[str]]) -> None:
-    for flag, patterns in given.items():
-        for pattern in patterns:
-            if not any(fits(layer, [pattern]) for layer in layers):
-                reason = f"{flag}: no BatchNorm layer matches '{pattern}'"
-                raise UsageFault(reason, hint=f"there are {', '.join(layers[:3])}")
+    for flag, pattern in ((flag, pattern) for flag, patterns in given.items() for pattern in patterns):
+        if not any(fits(layer, [pattern]) for layer in layers):
+            reason = f"{flag}: no BatchNorm layer matches '{pattern}'"
+            raise UsageFault(reason, hint=f"there are {', '.join(layers[:3])}")
 
 
 def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None:
@@ -309,9 +302,8 @@ def _pooled_layer(
     if any(not np.array_equal(rank, read[name][0]) for name in (MEAN, VARIANCE) for rank in read[name]):
         if cumulative and COUNTER not in read:
             raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
-        for checkpoint, variance, count in zip(
-            checkpoints, read[VARIANCE], counts or repeat(1), strict=False
-        ):
+        each = zip(checkpoints, read[VARIANCE], counts or repeat(1), strict=False)
+        for checkpoint, variance, count in each:
             if count and (variance < 0).any():
                 raise Refused(checkpoint.path, f"'{names[VARIANCE]}' is negative, which no variance is")
         batches = [float(count) for count in read[COUNTER]] if cumulative else None
@@ -324,9 +316,8 @@ def _pooled_layer(
     if COUNTER in read and any(count != read[COUNTER][0] for count in read[COUNTER]):
         # The largest: a rank without samples in a step does not count that step.
         new[names[COUNTER]] = np.max(read[COUNTER], axis=0)
-    return {
-        name: _tensor(path, name, states[0].tensors[name], values, origins) for name, values in new.items()
-    }
+    old = states[0].tensors
+    return {name: _tensor(path, name, old[name], values, origins) for name, values in new.items()}
 
 
 def _views(states: Sequence[State], layer: str) -> tuple[object, ...]:
@@ -352,11 +343,8 @@ def _tensor(
     with np.errstate(over="ignore"):
         raw = values.astype("<i8") if old.dtype.name == "int64" else nearest(values, old.dtype)
         if old.dtype.name != "int64" and (np.isfinite(values) & ~np.isfinite(reader(old.dtype)(raw))).any():
-            raise Refused(
-                path,
-                f"'{name}' of all ranks is larger than {old.dtype.name} holds",
-                hint="convert each file first: ckpttool convert FILE NEWFILE --dtype fp32",
-            )
+            hint = "convert each file first: ckpttool convert FILE NEWFILE --dtype fp32"
+            raise Refused(path, f"'{name}' of all ranks is larger than {old.dtype.name} holds", hint=hint)
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
     data = Computed.in_memory(old.storage.data.path, raw.tobytes())

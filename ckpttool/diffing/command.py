@@ -11,25 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.cli import options
-from ..core.cli.console import (
-    Console,
-    coloured,
-    columns,
-    counted,
-    cut_middle,
-    fitting,
-    left,
-    printable,
-    right,
-    terminal_width,
-    without,
-    wrapped,
-)
+from ..core.cli.console import coloured, columns, cut_middle, fitting, left, terminal_width, without, wrapped
 from ..core.cli.reading import fields_of, note_keys, note_state, note_unread, open_file
 from ..core.cli.schemas import NAMES, Fields, fields_like
+from ..core.words import counted, printable
 from .rows import ROWS, DiffRow, detailed, items_of, relative, rows_of
 
 if TYPE_CHECKING:
+    from ..core.cli.console import Console
     from .compare_values import Change, Comparison
 
 HEADER = ("differ", "relative", "cosine", "largest")
@@ -79,7 +68,7 @@ def _table(rows: list[DiffRow], width: int | None) -> Iterator[str]:
     widest = max(map(columns, names), default=0)
 
     def figures(row: Sequence[str]) -> list[str]:
-        return [right(cell, wide) for cell, wide in zip(row, widths, strict=False)]
+        return [f"{cell:>{wide}}" for cell, wide in zip(row, widths, strict=False)]
 
     if len(cells) > 1:
         yield "  " + "  ".join([" " * widest, *figures(HEADER)])
@@ -90,20 +79,16 @@ def _table(rows: list[DiffRow], width: int | None) -> Iterator[str]:
 
 
 def _lines(row: DiffRow, start: str, width: int | None) -> Iterator[str]:
-    """Yield a row: its mark, name and figures, and what differs in words; below those if it does not fit."""
-    line = f"{start}  {row.text}" if row.text else start.rstrip()
+    """Yield a row: mark, name, figures, and the text; the text goes below if it does not fit."""
+    mark, line = coloured(row.mark, COLOURS[row.mark]), f"{start}  {row.text}".rstrip()
     if width is None or not row.text or columns(line) + 2 <= width:
-        yield f"{_mark(row)} {line}"
+        yield f"{mark} {line}"
         return
-    yield f"{_mark(row)} {start.rstrip()}"
+    yield f"{mark} {start.rstrip()}"
     yield from (f"    {part}" for part in wrapped(row.text, max(width - 4, LEAST)))
 
 
-def _mark(row: DiffRow) -> str:
-    return coloured(row.mark, COLOURS[row.mark])
-
-
-# ---- The command `ckpttool diff`.
+# ---- The command
 
 
 Limits = dict[str, float | None]
@@ -198,7 +183,6 @@ def diff(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **
 def _report(
     console: Console, a: str, b: str, comparison: Comparison, sort: str | None, limits: Limits
 ) -> None:
-
     for names, file in ((comparison.aside_a, b), (comparison.aside_b, a)):
         console.note_names(f"not compared, as {printable(file)} holds only tensors", names)
     if comparison.matched_without_prefix:
@@ -214,8 +198,6 @@ def _report(
 
 
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
-    from .rows import relative
-
     changed = comparison.changed
     if sort == "size":
         changed = tuple(sorted(changed, key=lambda change: -relative(change)))

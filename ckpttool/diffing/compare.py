@@ -19,21 +19,9 @@ from ..core.formats.reading import File, opened
 from ..core.inert_pickle.values import remade, tensor_of
 from ..core.tensors.ref import DTYPES, Storage, TensorRef
 from ..errors import NoState, Unsupported, UsageFault
-from .compare_values import Change, Comparison, TensorPair, distances, norms, unravelled
-from .distances import (
-    Bare,
-    Tolerance,
-    bare_names,
-    both_by_name,
-    has_numbers,
-    in_words,
-    keys_apart,
-    kind_of,
-    numbers_as_text,
-    same_value,
-    shared,
-    unchanged,
-)
+from . import compare_values, distances
+from .compare_values import Change, Comparison, TensorPair
+from .distances import Tolerance, has_numbers, in_words
 
 # The formats that hold more than a model's state
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
@@ -155,7 +143,10 @@ class _Comparing:
 
     def __init__(self, a: Checkpoint, b: Checkpoint, tolerance: Tolerance | None) -> None:
         self.a, self.b, self.tolerance = a, b, tolerance
-        self.bare: tuple[Bare, Bare] = unchanged, unchanged  # the rules under which names are the same
+        self.bare: tuple[distances.Bare, distances.Bare] = (
+            distances.unchanged,
+            distances.unchanged,
+        )  # the rules under which names are the same
         self.gained = 0
         self.only: tuple[list[str], list[str]] = [], []
         self.aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
@@ -169,9 +160,9 @@ class _Comparing:
         """Compare two models' states by name."""
         a, b = mine.tensors, theirs.tensors
         if ignore_prefix:
-            self.bare = bare_names(a, b)
+            self.bare = distances.bare_names(a, b)
         elif a.keys() != b.keys():  # otherwise there is nothing to gain
-            self.gained = shared(a, b, bare_names(a, b)) - len(a.keys() & b.keys())
+            self.gained = distances.shared(a, b, distances.bare_names(a, b)) - len(a.keys() & b.keys())
         left = {self.bare[1](name): name for name in b}
         for name, tensor in a.items():
             other = left.pop(self.bare[0](name), None)
@@ -193,9 +184,7 @@ class _Comparing:
 
     def tensor(self, name: str, a: TensorRef, b: TensorRef) -> None:
         self.tensors_seen += 1
-        comparable = a.dtype is b.dtype
-        if not comparable and self.tolerance:
-            comparable = has_numbers(a.dtype) and has_numbers(b.dtype)
+        comparable = a.dtype is b.dtype or (self.tolerance and has_numbers(a.dtype) and has_numbers(b.dtype))
         if a.shape != b.shape or not comparable:
             why = "dtype" if a.shape == b.shape else "shape"
             self.changes.append(Change(name, why, in_words(a), in_words(b)))
@@ -220,18 +209,18 @@ class _Comparing:
                 self.likes(name, mine, theirs)
                 continue
             inside = contents(x), contents(y)
-            if None in inside or kind_of(x) != kind_of(y):
+            if None in inside or distances.kind_of(x) != distances.kind_of(y):
                 self.value(name, x, y)
             elif (id(x), id(y)) not in seen:
                 seen.add((id(x), id(y)))
                 for side, both in enumerate(((x, y), (y, x))):
-                    if numbers_as_text(*both):
+                    if distances.numbers_as_text(*both):
                         self.text_keys[side].append(name)
-                in_x, in_y = both_by_name(_without(x, apart[0]), _without(y, apart[1]), self.bare)
+                in_x, in_y = distances.both_by_name(_without(x, apart[0]), _without(y, apart[1]), self.bare)
                 begin = f"{name}." if name else ""
                 self.only[0].extend(begin + key for key in in_x if key not in in_y)
                 self.only[1].extend(begin + key for key in in_y if key not in in_x)
-                below = [(begin + key, one, other) for key, one, other in keys_apart(x, y)]
+                below = [(begin + key, one, other) for key, one, other in distances.keys_apart(x, y)]
                 below += [(begin + key, one, in_y[key]) for key, one in in_x.items() if key in in_y]
                 left -= sum(len(path) for path, _, _ in below)
                 if left < 0:
@@ -252,21 +241,21 @@ class _Comparing:
         a, b = _as_tensor(x), _as_tensor(y)
         if a is not None and b is not None:
             self.tensor(name, a, b)
-        elif not same_value(x, y, self.tolerance, self.bare):
+        elif not distances.same_value(x, y, self.tolerance, self.bare):
             why = "value" if type(x) is type(y) else "type"
             self.changes.append(Change(name, why, in_words(x), in_words(y)))
-        elif self.tolerance and not same_value(x, y, None, self.bare):
+        elif self.tolerance and not distances.same_value(x, y, None, self.bare):
             self.tolerated.append(name)
 
     def result(self, progress: Progress | None) -> Comparison:
         """Read the values, and put the differences in the order of the first file."""
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
-        apart = list(distances(self.pairs, self.tolerance, progress))
+        apart = list(compare_values.distances(self.pairs, self.tolerance, progress))
         differ = [(pair, distance) for pair, distance in apart if distance.differ]
         tolerated = (*(pair.name for pair, distance in apart if not distance.differ), *self.tolerated)
-        measured = norms(pair for pair, _ in differ)
+        measured = compare_values.norms(pair for pair, _ in differ)
         for ((name, a, b, before), distance), lengths in zip(differ, measured, strict=True):
-            index = None if distance.where is None else unravelled(distance.where, a.shape)
+            index = None if distance.where is None else compare_values.unravelled(distance.where, a.shape)
             change = Change(name, "values", in_words(a), in_words(b), distance, index, lengths)
             changes.append((before, 0, change))
         changes.sort(key=lambda change: change[:2])

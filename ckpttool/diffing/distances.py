@@ -48,8 +48,7 @@ def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
     rules = [_first_one_to_one(all_, partial(WRAPPER.sub, r"\1")) for all_ in names]
     short = [{rule(name) for name in all_} for rule, all_ in zip(rules, names, strict=True)]
     for this, other in ((0, 1), (1, 0)):
-        outer = _outer(short[this], short[other])
-        if outer:
+        if outer := _outer(short[this], short[other]):
             rules[this] = _first_one_to_one(names[this], _rule_without(outer, rules[this]), rules[this])
             break
     return rules[0], rules[1]
@@ -109,11 +108,9 @@ def _close(x: float, y: float, tolerance: Tolerance) -> bool:
 
 def in_words(value: object) -> str:
     """Return a value in a few words."""
-    tensor = tensor_of(value)
-    if tensor is not None:
+    if (tensor := tensor_of(value)) is not None:
         return f"{tensor.dtype.name} {list(tensor.shape)}"
-    like = special_tensor(value)
-    if like is not None:
+    if (like := special_tensor(value)) is not None:
         return str(like)
     if isinstance(value, str) and len(value) > LONG:
         return f"{value[:LONG]!r}… ({len(value)} characters)"
@@ -185,10 +182,8 @@ def _by_name(container: object, bare: Bare) -> dict[str, object]:
 def _named_entries(container: object) -> Iterator[tuple[str, object]]:
     """Yield a container's entries and its attributes, but for the versions of modules."""
     for name, value in contents(container) or ():
-        if name is not None:
-            yield name, value
-        elif not isinstance(value, dict):
-            yield "", value
+        if name is not None or not isinstance(value, dict):
+            yield name or "", value
         else:
             is_object = isinstance(container, Record)
             yield from ((key, item) for key, item in _named_entries(value) if is_object or key != "_metadata")
@@ -231,10 +226,8 @@ class Distance:
     def __add__(self, other: Distance) -> Distance:
         """Join two pieces of one tensor; of equal differences the first keeps its place."""
         first = self if not other.differ or (self.differ and self._rank() >= other._rank()) else other
-        most = {
-            name: _larger(getattr(self, name), getattr(other, name))
-            for name in ("max_abs", "max_rel", "max_ulp")
-        }
+        names = "max_abs", "max_rel", "max_ulp"
+        most = {name: _larger(getattr(self, name), getattr(other, name)) for name in names}
         differ, nans = self.differ + other.differ, self.nans + other.nans
         return replace(first, differ=differ, nans=nans, tolerated=self.tolerated or other.tolerated, **most)
 

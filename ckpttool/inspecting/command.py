@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.cli import options
-from ..core.cli.console import (
-    Console,
-    columns,
-    counted,
-    printable,
-    show_bytes,
-    table,
-    terminal_width,
-    without,
-)
+from ..core.cli.console import Console, columns, table, terminal_width, without
 from ..core.cli.reading import Answer, answer_each, fields_of, open_file
 from ..core.cli.schemas import Fields, fields_like
-from ..core.words import number
+from ..core.words import counted, number, printable, show_bytes
 from ..errors import SeveralCheckpoints
 
 if TYPE_CHECKING:

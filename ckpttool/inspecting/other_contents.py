@@ -12,18 +12,10 @@ from ..core.checkpoint.optimizer_view import LISTS, OptimizerView, is_optimizer
 from ..core.checkpoint.pickled_modules import is_module, own_attributes
 from ..core.checkpoint.special_tensors import special_tensor
 from ..core.checkpoint.state import State, all_tensors
+from ..core.inert_pickle import values
 from ..core.inert_pickle.known_names import UNDERSTOOD
 from ..core.inert_pickle.plain_objects import scalar_of
-from ..core.inert_pickle.values import (
-    MAX_DEPTH,
-    Global,
-    OrderedDict_,
-    Record,
-    container_name,
-    in_brief,
-    tensor_of,
-    walk,
-)
+from ..core.inert_pickle.values import MAX_DEPTH, Global, Record, in_brief, tensor_of, walk
 from ..core.tensors.ref import DTYPES, TensorRef
 from ..core.words import counted
 
@@ -180,13 +172,13 @@ def type_name(value: object) -> str:
     if isinstance(value, Record):
         name = value.type_name
         return name.rpartition(".")[2] if name in UNDERSTOOD else name
-    if isinstance(value, OrderedDict_):
+    if isinstance(value, values.OrderedDict_):
         return "OrderedDict"
     if isinstance(value, TensorRef):
         return "Tensor"
     if isinstance(value, Global):
         return "dtype" if str(value).removeprefix("torch.") in DTYPES else "name"
-    return container_name(value)
+    return values.container_name(value)
 
 
 def training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:

@@ -9,19 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..core.checkpoint.module_tree import tensors_in_words
 from ..core.checkpoint.prefixes import LIGHTNING
-from ..core.cli.console import (
-    coloured,
-    columns,
-    counted,
-    cut,
-    cut_middle,
-    left,
-    printable,
-    right,
-    show_bytes,
-    without,
-    wrapped,
-)
+from ..core.cli.console import coloured, columns, cut, cut_middle, left, right, without, wrapped
+from ..core.words import counted, printable, show_bytes
 from .summary import CALLS, facts_of, value_in_words
 
 if TYPE_CHECKING:

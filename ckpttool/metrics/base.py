@@ -54,11 +54,9 @@ class ExactSum:
     def merge(self, other: ExactSum) -> None:
         """Add another sum."""
         self.units += other.units
-        self.nans, self.ups, self.downs = (
-            self.nans + other.nans,
-            self.ups + other.ups,
-            self.downs + other.downs,
-        )
+        self.nans += other.nans
+        self.ups += other.ups
+        self.downs += other.downs
 
     @property
     def is_finite(self) -> bool:
@@ -301,9 +299,8 @@ def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
             make = partial(copy.deepcopy, make)
         made = make() if callable(make) else make
         if not isinstance(made, Metric):
-            raise TypeError(
-                f"metrics[{name!r}] makes a {type(made).__name__}, not a metric of ckpttool.metrics"
-            )
+            what = f"makes a {type(made).__name__}, not a metric of ckpttool.metrics"
+            raise TypeError(f"metrics[{name!r}] {what}")
         if not callable(arguments):
             raise TypeError(f"metrics[{name!r}]: the second of a pair is a function of (outputs, batch)")
         measured[str(name)] = Measure(make, arguments)

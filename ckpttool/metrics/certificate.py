@@ -7,13 +7,12 @@ part of.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import count, islice
 from typing import Any
 
@@ -49,9 +48,6 @@ class Predictions:
 
     def __len__(self) -> int:
         return len(self.index)
-
-    def columns(self) -> dict[str, NDArray[Any]]:
-        return {name: getattr(self, name) for name in COLUMNS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +87,10 @@ def write(
     name = os.fspath(path)
     place = OutputPlace(name, force)
     place.require()
-    tensors = {
-        column: _as_tensor(name, values, COLUMNS[column]) for column, values in predictions.columns().items()
-    }
-    metadata = {**_as_metadata(evaluation, rank), ROWS: digest(tensors)}
+    tensors = {column: _as_tensor(name, getattr(predictions, column), COLUMNS[column]) for column in COLUMNS}
+    stated = {"rank": rank, **asdict(evaluation)}
+    metadata = {field: json.dumps(value) for field, value in stated.items() if value is not None}
+    metadata[ROWS] = digest(tensors)
     with place.file() as file, Output(file) as out:
         safetensors.write(name, tensors, metadata, out)
 
@@ -139,17 +135,11 @@ def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[A
     return np.frombuffer(raw, dtype=np.dtype(COLUMNS[name]).newbyteorder("<")).astype(COLUMNS[name])
 
 
-def _as_metadata(evaluation: Evaluation, rank: int) -> dict[str, str]:
-    """Return each known field as JSON."""
-    fields = {"rank": rank, **dataclasses.asdict(evaluation)}
-    return {name: json.dumps(value) for name, value in fields.items() if value is not None}
-
-
 def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Evaluation]:
     values: dict[str, Any] = {}
     integers = ("rank", "world_size", "samples", "threads", "batch_size")
     kinds = {"classes": list, **dict.fromkeys(integers, int)}
-    for name in ("rank", *(field.name for field in dataclasses.fields(Evaluation))):
+    for name in ("rank", *(field.name for field in fields(Evaluation))):
         if name not in metadata:
             continue
         try:
@@ -335,14 +325,12 @@ def _missing_ranks(files: Sequence[PredictionFile], world_size: int | None) -> l
     for file in files:
         if file.rank is not None:
             of_rank.setdefault(file.rank, []).append(file.path)
-    said = [
-        f"rank {rank} has several files: {', '.join(paths)}" for rank, paths in of_rank.items() if paths[1:]
-    ]
+    repeated = ((rank, ", ".join(paths)) for rank, paths in of_rank.items() if paths[1:])
+    said = [f"rank {rank} has several files: {paths}" for rank, paths in repeated]
     missing = (world_size or 0) - sum(rank < (world_size or 0) for rank in of_rank)
     if missing > 0:
         first = islice((rank for rank in count() if rank not in of_rank), min(missing, MOST_SHOWN))
-        verb = "is" if missing == 1 else "are"
-        names = listed(first, missing - MOST_SHOWN)
+        verb, names = "is" if missing == 1 else "are", listed(first, missing - MOST_SHOWN)
         said.append(f"rank{'s' * (missing > 1)} {names} of {world_size} {verb} missing")
     return said
 

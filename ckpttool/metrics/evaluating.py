@@ -46,6 +46,9 @@ Loss = Callable[[Any, Any], tuple[Any, Any]]
 # Batches of sample indices -> the loaded batches, in order, each time it is iterated.
 Load = Callable[[list[list[int]]], Iterable[Any]]
 
+# Checks a loaded batch, given the indices of its samples.
+Check = Callable[[Any, Sequence[int]], None]
+
 
 def _forward(model: nn.Module, batch: Any) -> Any:
     """Return the outputs for a batch of (inputs, target), or of inputs alone."""
@@ -166,11 +169,11 @@ class Evaluator:
         model: nn.Module,
         *,
         about: Evaluation,
-        check: Callable[[Any, Sequence[int]], None] | None = None,
+        check: Check | None = None,
         forward: Forward = _forward,
     ) -> Evaluated:
         """Score the class of each sample, and join the results of all ranks. A collective."""
-        rows = self.rows(model, check=check, forward=forward)
+        rows = self.rows(model, check, forward)
         columns = {name: column for name, column in rows.items() if name != "index"}
         joined = gather(rows["index"], columns, samples=self.samples)
         all_rows = _predictions({"index": torch.arange(self.samples), **joined})
@@ -178,13 +181,7 @@ class Evaluator:
         certificate = collectives.report_once(lambda: certify(all_rows, about, self.rank_samples))
         return Evaluated(_predictions(rows), certificate)
 
-    def rows(
-        self,
-        model: nn.Module,
-        *,
-        check: Callable[[Any, Sequence[int]], None] | None = None,
-        forward: Forward = _forward,
-    ) -> dict[str, torch.Tensor]:
+    def rows(self, model: nn.Module, check: Check | None, forward: Forward) -> dict[str, torch.Tensor]:
         """Return this rank's rows: `index`, `prediction`, `label` (int64), `loss` (float64). A collective."""
 
         def score(indices: list[int], batch: Any, outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -194,7 +191,7 @@ class Evaluator:
             return torch.tensor(indices), scores.argmax(dim=1), labels, losses
 
         none = [torch.zeros(0, dtype=getattr(torch, dtype)) for dtype in COLUMNS.values()]
-        rows = self._each(model, score, check=check, forward=forward)
+        rows = self._each(model, score, check, forward)
         columns = zip(none, *rows, strict=True)
         return {name: torch.cat(column) for name, column in zip(COLUMNS, columns, strict=True)}
 
@@ -205,7 +202,7 @@ class Evaluator:
         measured: Mapping[str, Measure],
         *,
         about: Evaluation | None = None,
-        check: Callable[[Any, Sequence[int]], None] | None = None,
+        check: Check | None = None,
         forward: Forward = _forward,
         move: Callable[[Any, torch.device], Any] = transport.moved,
     ) -> LossCertificate:
@@ -218,18 +215,14 @@ class Evaluator:
                 update(name, metrics[name], measure.arguments, outputs, batch)
             return indices, total, count
 
-        rows = self._each(model, score, check=check, forward=forward, move=move)
+        rows = self._each(model, score, check, forward, move)
         # Each rank has taken whole batches; that all samples were taken once is what the certificate says.
         taken = [index for indices, _, _ in rows for index in indices]
         gather(torch.tensor(taken, dtype=torch.int64), {}, samples=self.samples)
-        joined = gather(
-            torch.tensor(self.numbers, dtype=torch.int64),
-            {
-                "loss": torch.tensor([total for _, total, _ in rows], dtype=torch.float64),
-                "count": torch.tensor([count for _, _, count in rows], dtype=torch.float64),
-            },
-            samples=self.number_of_batches,
-        )
+        totals = torch.tensor([total for _, total, _ in rows], dtype=torch.float64)
+        sizes = torch.tensor([count for _, _, count in rows], dtype=torch.float64)
+        numbers = torch.tensor(self.numbers, dtype=torch.int64)
+        joined = gather(numbers, {"loss": totals, "count": sizes}, samples=self.number_of_batches)
         loss_sum, counts = ExactSum(), ExactSum()
         loss_sum.add(joined["loss"].numpy())
         counts.add(joined["count"].numpy())
@@ -252,8 +245,7 @@ class Evaluator:
         self,
         model: nn.Module,
         score: Callable[[list[int], Any, Any], T],
-        *,
-        check: Callable[[Any, Sequence[int]], None] | None,
+        check: Check | None,
         forward: Forward,
         move: Callable[[Any, torch.device], Any] = transport.moved,
     ) -> list[T]:

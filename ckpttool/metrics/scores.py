@@ -79,9 +79,8 @@ class TopK(SampleFraction):
         target = np.take_along_axis(values, right[:, None], axis=1)
         nan, target_nan = np.isnan(values), np.isnan(target)
         earlier = np.arange(values.shape[1]) < right[:, None]
-        before = (
-            (values > target) | (nan & ~target_nan) | (((values == target) | (nan & target_nan)) & earlier)
-        )
+        equal = (values == target) | (nan & target_nan)
+        before = (values > target) | (nan & ~target_nan) | (equal & earlier)
         self.counts[0] += int((before.sum(axis=1) < self.k).sum())
         self.counts[1] += len(right)
 

@@ -37,16 +37,7 @@ from .training import evaluation, evaluations_in, is_run, training
 
 STYLE = "page.css"
 # In the order in which each needs those before it
-SCRIPTS = (
-    "elements.js",
-    "names.js",
-    "tables.js",
-    "treemap.js",
-    "tree.js",
-    "changes.js",
-    "charts.js",
-    "page.js",
-)
+SCRIPTS = ("elements", "names", "tables", "treemap", "tree", "changes", "charts", "page")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +202,7 @@ def _subject(stack: ExitStack, file: File) -> _Subject:
 
 def page(title: str, data: Mapping[str, Any]) -> bytes:
     """Return a page of `data`: JSON values, whose texts are `printable`; NaN and infinity become null."""
-    style, script = _text(STYLE), "".join(map(_text, SCRIPTS))
+    style, script = _text(STYLE), "".join(_text(f"{name}.js") for name in SCRIPTS)
     filled = Template(_text("page.html")).substitute(
         title=escape(title),
         style=style,

@@ -22,15 +22,6 @@ from ..core.formats import folders
 from ..core.formats.pytorch import exported, zip_writer
 from ..core.formats.pytorch import zip as torch_zip
 from ..core.formats.pytorch.zip_entries import ZipRecord, extra_fields, is_intact, read_directory
-from ..core.formats.pytorch.zip_writer import (
-    CENTRAL,
-    END_OF_ZIP,
-    FULL32,
-    LOCAL,
-    LOCATOR64,
-    PADDING_EXTRA,
-    ZIP64_EXTRA,
-)
 from ..core.formats.reading import File, opened
 from ..core.formats.shards import TORCH
 from ..core.inert_pickle.known_names import names_in, names_that_run
@@ -118,14 +109,18 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
         free["between records"] += entries[0][0]
     between = _between(source, records, [header for header, _, _ in entries], ends)
     for record, (_, fields, extra), end, (before, after) in zip(records, entries, ends, between, strict=True):
-        local = LOCAL.unpack_from(before)
+        local = zip_writer.LOCAL.unpack_from(before)
         if local[1:6] != fields[2:7]:
             faults.append((record.name, "its two headers differ in version, flags or time"))
         own = bytes(before[len(before) - local[-1] :])
         for piece in (own, extra):
             parts = [*extra_fields(piece)]
-            padding = b"".join(data for kind, data in parts if kind == PADDING_EXTRA)
-            wide = sum(len(data) for kind, data in parts if kind == ZIP64_EXTRA and FULL32 in fields)
+            padding = b"".join(data for kind, data in parts if kind == zip_writer.PADDING_EXTRA)
+            wide = sum(
+                len(data)
+                for kind, data in parts
+                if kind == zip_writer.ZIP64_EXTRA and zip_writer.FULL32 in fields
+            )
             # Readers pass over extra fields that they do not know, so nothing determines kind and length.
             free["header fields"] += len(piece) - len(padding) - wide
             if padding.strip(b"Z"):
@@ -137,12 +132,12 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
                 faults.append((record.name, "the descriptor behind it does not fit it"))
         else:
             free["between records"] += gap
-    size = sum(CENTRAL.size + fields[10] + fields[11] + fields[12] for _, fields, _ in entries)
+    size = sum(zip_writer.CENTRAL.size + fields[10] + fields[11] + fields[12] for _, fields, _ in entries)
     free["comments"] += sum(fields[12] for _, fields, _ in entries)
-    rest = source.size - start - size - END_OF_ZIP.size
-    if rest >= zip_writer.END64.size + LOCATOR64.size:
+    rest = source.size - start - size - zip_writer.END_OF_ZIP.size
+    if rest >= zip_writer.END64.size + zip_writer.LOCATOR64.size:
         free["header fields"] += FREE_AT_END
-        rest -= zip_writer.END64.size + LOCATOR64.size
+        rest -= zip_writer.END64.size + zip_writer.LOCATOR64.size
     free["comments"] += rest
     return faults, +free
 
@@ -165,21 +160,24 @@ def _between(
 def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[int, ...], bytes]]]:
     """Return where the directory begins; of each entry where its header is, its fields and extra fields."""
     tail = source.read(
-        max(0, source.size - END_OF_ZIP.size - 0xFFFF), min(source.size, END_OF_ZIP.size + 0xFFFF)
+        max(0, source.size - zip_writer.END_OF_ZIP.size - 0xFFFF),
+        min(source.size, zip_writer.END_OF_ZIP.size + 0xFFFF),
     )
     at = tail.rfind(b"PK\x05\x06")
-    size, start = END_OF_ZIP.unpack_from(tail, at)[5:7]
-    end = source.size - len(tail) + at - LOCATOR64.size
-    signature, _, wide, _ = LOCATOR64.unpack(source.read(end, LOCATOR64.size)) if end >= 0 else (0, 0, 0, 0)
+    size, start = zip_writer.END_OF_ZIP.unpack_from(tail, at)[5:7]
+    end = source.size - len(tail) + at - zip_writer.LOCATOR64.size
+    signature, _, wide, _ = (
+        zip_writer.LOCATOR64.unpack(source.read(end, zip_writer.LOCATOR64.size)) if end >= 0 else (0, 0, 0, 0)
+    )
     if signature == zip_writer.Signature.LOCATOR64:
         size, start = zip_writer.END64.unpack(source.read(wide, zip_writer.END64.size))[8:10]
     raw, at, entries = source.read(start, size), 0, []
     for _ in range(count):
-        fields = CENTRAL.unpack_from(raw, at)
-        begin = at + CENTRAL.size + fields[10]
+        fields = zip_writer.CENTRAL.unpack_from(raw, at)
+        begin = at + zip_writer.CENTRAL.size + fields[10]
         extra = raw[begin : begin + fields[11]]
         header = fields[16]
-        if header == FULL32:
+        if header == zip_writer.FULL32:
             (header,) = struct.unpack_from("<Q", extra, len(extra) - 8)
         entries.append((header, fields, extra))
         at = begin + fields[11] + fields[12]
