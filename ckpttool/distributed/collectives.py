@@ -43,13 +43,12 @@ def digest(value: Any) -> bytes:
     array: Any = sys.modules["numpy"].ndarray if "numpy" in sys.modules else torch.Tensor
     if isinstance(value, torch.Tensor):
         data = transport.as_bytes(value).cpu()
-        return _sha256(
-            f"{value.dtype} {tuple(value.shape)} ", transport.memory_of(data) if len(data) else b""
-        )
-    if isinstance(value, array) and not value.dtype.hasobject:
-        return _sha256(f"{value.dtype.str} {value.shape} ", value.tobytes())
+        memory = transport.memory_of(data) if len(data) else b""
+        return _sha256(f"{value.dtype} {tuple(value.shape)} ", memory)
     if isinstance(value, array):
-        return digest([value.shape, value.tolist()])
+        if value.dtype.hasobject:
+            return digest([value.shape, value.tolist()])
+        return _sha256(f"{value.dtype.str} {value.shape} ", value.tobytes())
     kinds = (torch.Tensor, array)
     holds_any = any(True for _ in transport.found(value, kinds))
     return _sha256(repr(transport.mapped(value, digest, kinds=kinds) if holds_any else value))
@@ -362,7 +361,5 @@ def _difference(digests: list[dict[str, bytes]], when: str, hint: str | None) ->
     wrong = [number for number, digest in enumerate(first) if digest != right]
     more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
     ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-    verb = "have" if len(wrong) > 1 else "has"
-    return RanksDiffer(
-        f"{ranks} {verb} a different {differing[0]} than rank {first.index(right)}{after}{more}", hint=hint
-    )
+    other = f"{'have' if len(wrong) > 1 else 'has'} a different {differing[0]} than rank {first.index(right)}"
+    return RanksDiffer(f"{ranks} {other}{after}{more}", hint=hint)

@@ -67,9 +67,8 @@ def gather(
             for column, raw in zip(joined, rows[1:], strict=True):
                 column.put(samples_sent, raw)
     # Every rank has the places of all rows, so each comes to the same verdict without asking.
-    collectives.report_once(
-        lambda: _check_once([places[start:end].numpy() for start, end in pairwise(ends)], samples)
-    )
+    of_ranks = [places[start:end].numpy() for start, end in pairwise(ends)]
+    collectives.report_once(lambda: _check_once(of_ranks, samples))
     return {name: column.joined() for name, column in zip(columns, joined, strict=True)}
 
 
@@ -140,17 +139,10 @@ def _pieces(
     data = [transport.as_bytes(column) for column in columns]
     if len(counts) == 1:
         yield 0, 0, [_aligned(column) for column in data]
-    else:
-        at_once = max(1, piece // (sum(widths) * len(counts)))
-        if at_once > ALIGNED:
-            at_once -= at_once % ALIGNED
-        yield from _exchange(data, widths, counts, at_once)
-
-
-def _exchange(
-    data: list[torch.Tensor], widths: list[int], counts: list[int], at_once: int
-) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-    """Send `at_once` rows of every rank that has rows left per round, and yield them as `_pieces` does."""
+        return
+    at_once = max(1, piece // (sum(widths) * len(counts)))  # rows of every rank that has rows left
+    if at_once > ALIGNED:
+        at_once -= at_once % ALIGNED
     # By broadcasts, which gloo does in place; its all-gather copies everything twice.
     sizes = [_size(widths, min(at_once, count)) for count in counts]
     buffers = [torch.empty(size, dtype=torch.uint8, device=transport.device()) for size in sizes]

@@ -73,10 +73,8 @@ def find_place(backend: str = "auto") -> Place:
     if backend == "gloo":
         return Place(given_rank(), given_world_size(), "gloo", torch.device("cpu"))
     if gpus < wanted:
-        raise UsageFault(
-            f"{backend}: {counted(wanted, 'rank')} on this machine, which has {counted(gpus, 'usable GPU')}",
-            hint="start fewer ranks, or use gloo (--backend gloo)",
-        )
+        have = f"{counted(wanted, 'rank')} on this machine, which has {counted(gpus, 'usable GPU')}"
+        raise UsageFault(f"{backend}: {have}", hint="start fewer ranks, or use gloo (--backend gloo)")
     return Place(given_rank(), given_world_size(), backend, torch.device("cuda", local_rank))
 
 
@@ -113,8 +111,8 @@ def process_group(
     import torch.distributed as dist
 
     if dist.is_initialized():
-        reason = "this process already has a process group"
-        raise UsageFault(reason, hint="remove the other init_process_group")
+        hint = "remove the other init_process_group"
+        raise UsageFault("this process already has a process group", hint=hint)
     place = place or find_place()
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
     if place.device.type == "cuda":

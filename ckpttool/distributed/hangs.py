@@ -78,15 +78,13 @@ class Verdict:
 
 def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
     """Return who keeps the others from going on; None if nobody does, or it is too early to tell."""
-    dead = _dead(ranks)
-    if dead is not None:
+    if (dead := _dead(ranks)) is not None:
         return dead
     inside = [seen for seen in ranks if not seen.beat.end]
     silent = [seen for seen in inside if seen.silent >= timeout]
     if silent:
         silent = [seen for seen in silent if seen.process in STOPPED] or silent
-        kind = "stopped" if silent[0].process in STOPPED else "silent"
-        return _verdict(kind, silent, inside)
+        return _verdict("stopped" if silent[0].process in STOPPED else "silent", silent, inside)
     if not inside or min(seen.beat.age for seen in inside) < timeout / 2:
         return None  # somebody goes on
     kind, blamed = _blamed(ranks)
@@ -96,8 +94,7 @@ def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
 
 def lost(ranks: Sequence[Seen], own: int, silence: float, *, timed_out: bool) -> Verdict | None:
     """Return who was lost, after a collective of rank `own` has failed; None if that can't be told yet."""
-    dead = _dead(ranks)
-    if dead is not None:
+    if (dead := _dead(ranks)) is not None:
         return dead
     inside = [seen for seen in ranks if not seen.beat.end]
     others = [seen for seen in inside if seen.rank != own]
@@ -129,11 +126,8 @@ def slow(ranks: Sequence[Seen], after: Sequence[float]) -> Verdict | None:
     if not inside or min(seen.beat.age for seen in inside) < min(after) / 2:
         return None
     kind, blamed = _blamed(inside)
-    named = [
-        seen
-        for seen in blamed
-        if (seen.beat.age if seen.beat.phase == "data" else seen.beat.idle) >= after[seen.rank]
-    ]
+    ages = [seen.beat.age if seen.beat.phase == "data" else seen.beat.idle for seen in blamed]
+    named = [seen for seen, age in zip(blamed, ages, strict=True) if age >= after[seen.rank]]
     return _verdict("slow", named, []) if named and kind == "hangs" else None
 
 
@@ -170,11 +164,9 @@ def _behind(inside: Sequence[Seen]) -> list[Seen]:
 
 def no_store(own: Seen, seconds: float) -> Verdict:
     """Return the verdict of a rank that waits while the store does not answer."""
-    line = (
-        f"the store of the process group has not answered for {seconds:.0f} s, and this rank waits in "
-        f"{own.position}: the process or the machine that serves it is stopped, gone or cut off"
-    )
-    return Verdict("silent", (), (line,))
+    waits = f"the store of the process group has not answered for {seconds:.0f} s, and this rank waits in"
+    why = "the process or the machine that serves it is stopped, gone or cut off"
+    return Verdict("silent", (), (f"{waits} {own.position}: {why}",))
 
 
 def _verdict(kind: str, blamed: Sequence[Seen], inside: Sequence[Seen]) -> Verdict:
@@ -216,9 +208,8 @@ def _about(kind: str, seen: Seen) -> str:
 
 
 def _stack(seen: Seen) -> list[str]:
-    if not seen.beat.stack or seen.beat.end:
-        return []
-    return [f"stack of rank {seen.rank}, most recent call last:", *seen.beat.stack.rstrip().split("\n")]
+    lines = [f"stack of rank {seen.rank}, most recent call last:", *seen.beat.stack.rstrip().split("\n")]
+    return lines if seen.beat.stack and not seen.beat.end else []
 
 
 def _waiting(others: Sequence[Seen]) -> str:

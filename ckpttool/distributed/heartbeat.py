@@ -97,9 +97,9 @@ class Pulse:
         self.over.set()
         for thread in self.threads:
             thread.join(timeout=2 * self.interval)
-        if any(thread.is_alive() for thread in self.threads):
-            return  # one that is late still uses the file of the stack: another may get its number
-        self.own.close()
+        # One that is late still uses the file of the stack: another file may get its number.
+        if not any(thread.is_alive() for thread in self.threads):
+            self.own.close()
 
     # ---- exchanging --------------------------------------------------------------------------------
 
@@ -141,12 +141,9 @@ class Pulse:
 
     def _ask_for_stacks(self) -> None:
         """Have silent ranks of this machine write their stacks, once each; wait for at most a second."""
-        before, now, asked = self._asked, self.clock.now(), []
-        self._asked = {
-            rank
-            for rank, (beat, came) in enumerate(self.beats)
-            if rank != self.rank and now - came >= self.timeout and not beat.end
-        }
+        before, since, asked = self._asked, self.clock.now() - self.timeout, []
+        silent = {rank for rank, (beat, came) in enumerate(self.beats) if came <= since and not beat.end}
+        self._asked = silent - {self.rank}
         for rank in self._asked - before:
             about, process = self.about[rank], self._process(rank)
             if ASKED is None or about["dump"] is None or not process or process in hangs.STOPPED:
@@ -174,9 +171,8 @@ class Pulse:
         while not self.over.wait(self.interval):
             self.own.look()
             ranks = self.seen()
-            verdict = (
-                Verdict(**json.loads(self.verdict)) if self.verdict else hangs.judge(ranks, self.timeout)
-            )
+            told = Verdict(**json.loads(self.verdict)) if self.verdict else None
+            verdict = told or hangs.judge(ranks, self.timeout)
             if verdict is None and self.clock.now() - self.exchanged >= self.timeout <= self.own.beat.idle:
                 verdict = hangs.no_store(ranks[self.rank], self.clock.now() - self.exchanged)
             if self.over.is_set():
@@ -192,8 +188,7 @@ class Pulse:
         if self.slow and all(ranks[rank].beat.age < 3 * self.interval for rank in self.slow):
             _say("warning", self.rank, [f"rank {', '.join(map(str, self.slow))} has continued"])
             self.slow = ()
-        verdict = hangs.slow(ranks, self.warn_after)
-        if verdict is None:
+        if (verdict := hangs.slow(ranks, self.warn_after)) is None:
             return
         for rank in verdict.ranks:
             self.warn_after[rank] *= 2

@@ -89,12 +89,9 @@ def end_with_torchrun() -> None:
     Without this the rank would go on training or waiting unseen, and keep its GPU. Not for other launchers,
     whose process may legitimately exit before the ranks.
     """
-    if (
-        "TORCHELASTIC_RUN_ID" in os.environ
-        and end_with_parent(signal.SIGTERM)
-        # Of a launcher that has ended before, the kernel does not tell.
-        and os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid())
-    ):
+    ends = "TORCHELASTIC_RUN_ID" in os.environ and end_with_parent(signal.SIGTERM)
+    # The kernel does not tell of a launcher that ended before.
+    if ends and os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -293,17 +290,19 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
 def is_debugged(frame: FrameType) -> bool:
     """Return whether the thread is in a debugger."""
-    return any(outer.f_globals.get("__name__") in DEBUGGERS for outer in _outwards(frame))
+    return any(_module_of(outer) in DEBUGGERS for outer in _outwards(frame))
 
 
 def shown_stack(frame: FrameType) -> str:
     """Return the innermost calls, without those that DDP and modules put between a model and its layers."""
     inner = ("torch.nn.modules.module", "torch.nn.parallel.distributed")
-    frames = [
-        outer for outer in _outwards(frame) if outer is frame or outer.f_globals.get("__name__") not in inner
-    ]
+    frames = [each for each in _outwards(frame) if each is frame or _module_of(each) not in inner]
     lines = [line for outer in reversed(frames[:8]) for line in traceback.format_stack(outer, limit=1)]
     return "".join(lines)[-4000:]
 
@@ -311,5 +310,5 @@ def shown_stack(frame: FrameType) -> str:
 def is_in_collective(frame: FrameType) -> bool:
     """Return whether a thread is in a collective: in torch.distributed, in DDP, or in a backward pass."""
     # A backward pass that runs no Python only computes, or waits for the reduction.
-    name = str(frame.f_globals.get("__name__"))
-    return name.startswith(("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph"))
+    waiting = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph")
+    return _module_of(frame).startswith(waiting)

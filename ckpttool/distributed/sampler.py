@@ -36,13 +36,7 @@ class DealtBatches(Sampler[list[int]]):
     # waits.
 
     def __init__(
-        self,
-        draw: Callable[[int], Drawn],
-        weights: tuple[int, ...],
-        *,
-        rank: int,
-        uneven: bool,
-        compared: bool,
+        self, draw: Callable[[int], Drawn], weights: tuple[int, ...], rank: int, uneven: bool, compared: bool
     ) -> None:
         self.rank, self.world_size = rank, len(weights)
         self._draw, self._weights, self._uneven, self._epoch, self._start = draw, weights, uneven, 0, 0
@@ -81,12 +75,10 @@ class DealtBatches(Sampler[list[int]]):
             for size in reversed(drawn.sizes):
                 idle = _idle(size, self._weights)
                 if idle and (not self._uneven or idle - ended):
-                    raise UsageFault(
-                        f"a batch of {size} leaves {len(idle)} of {self.world_size} ranks without a sample, "
-                        "and the others would wait for them",
-                        hint="leave it out by drop_last=True, or give uneven=True and wrap the loader in "
-                        "ckpttool.distributed.Uneven",
-                    )
+                    left = f"leaves {len(idle)} of {self.world_size} ranks without a sample"
+                    wrap = "give uneven=True and wrap the loader in ckpttool.distributed.Uneven"
+                    reason = f"a batch of {size} {left}, and the others would wait for them"
+                    raise UsageFault(reason, hint=f"leave it out by drop_last=True, or {wrap}")
                 ended &= idle
             self._drawn = drawn
         return self._drawn
@@ -151,7 +143,7 @@ class ExactBatchSampler(DealtBatches):
             sizes = [plan.global_size(step, ranks) for step in range(plan.steps_of(ranks))]
             return Drawn(plan.of_rank(epoch, own, ranks).share, sizes, {"plan": plan})
 
-        super().__init__(draw, plan.weights(ranks), rank=own, uneven=uneven, compared=rank is None)
+        super().__init__(draw, plan.weights(ranks), own, uneven, compared=rank is None)
 
 
 def distribute(
@@ -203,7 +195,7 @@ def distribute(
         shares = [deal(batch, weights)[own] for batch in batches]
         return Drawn(shares.__getitem__, list(map(len, batches)), {"order of samples": batches})
 
-    return DealtBatches(draw, weights, rank=own, uneven=uneven, compared=rank is None)
+    return DealtBatches(draw, weights, own, uneven, compared=rank is None)
 
 
 def _drawn(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
@@ -215,10 +207,9 @@ def _drawn(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int)
                 set_epoch(epoch)
             drawn.append(list(sampler))
     if repr(drawn[0]) != repr(drawn[1]):
-        raise UsageFault(
-            f"{type(sampler).__name__} draws other samples each time from one seed, so ranks would differ",
-            hint="let it draw from torch's generator, or from a torch.Generator that is its attribute",
-        )
+        reason = "draws other samples each time from one seed, so ranks would differ"
+        hint = "let it draw from torch's generator, or from a torch.Generator that is its attribute"
+        raise UsageFault(f"{type(sampler).__name__} {reason}", hint=hint)
     return drawn[0]
 
 

@@ -148,17 +148,9 @@ def broadcast_bytes(payload: bytes, source: int) -> bytes:
 
 
 def broadcast_tensor(tensor: torch.Tensor) -> None:
-    """Send rank 0's tensor to the other ranks, which call `receive_tensor`. Any dtype and strides will do."""
+    """Send rank 0's tensor, of any dtype and strides, to the other ranks, which use `ReceivingTensors`."""
     if world_size() > 1:
         dist.broadcast(as_bytes(tensor).to(device()), src=0)
-
-
-def receive_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return, on the CPU, the tensor that rank 0 sends by `broadcast_tensor`."""
-    received = torch.empty(shape, dtype=dtype)
-    data = received.reshape(-1).view(torch.uint8).to(device())
-    dist.broadcast(data, src=0)
-    return data.cpu().view(dtype).reshape(shape)
 
 
 def begin_broadcast(data: torch.Tensor, source: int) -> dist.Work:
@@ -216,8 +208,13 @@ def pickle_without_tensors(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 class ReceivingTensors(pickle.Unpickler):
     """Loads the value of `pickle_without_tensors`, and receives its tensors on the way."""
 
-    def persistent_load(self, described: Any) -> torch.Tensor:
-        return receive_tensor(*described)
+    def persistent_load(self, described: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+        """Return, on the CPU, the tensor that rank 0 sends by `broadcast_tensor`."""
+        dtype, shape = described
+        received = torch.empty(shape, dtype=dtype)
+        data = received.reshape(-1).view(torch.uint8).to(device())
+        dist.broadcast(data, src=0)
+        return data.cpu().view(dtype).reshape(shape)
 
 
 # ---- Tensors of which each rank has a part, as of FSDP2: put together, and divided again. Imports torch.
@@ -240,9 +237,7 @@ def whole(state: Any) -> Any:
                 copies[id(value)] = _whole(value)
             return copies[id(value)]
         if isinstance(value, dict):
-            made = copy.copy(
-                value
-            )  # of its own kind, with the versions that a module's state has as `_metadata`
+            made = copy.copy(value)  # keeps its class, and the `_metadata` of a module's state
             made.clear()
             made.update((key, of(item)) for key, item in value.items())
             for key in [key for key, item in value.items() if made[key] is None and item is not None]:

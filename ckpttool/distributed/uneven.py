@@ -86,10 +86,10 @@ def require_no_torch_sync(model: nn.Module) -> None:
     """Raise UsageFault if a layer in training mode is torch's own SyncBatchNorm."""
     for path, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and layer.training:
+            call = "call ckpttool.batchnorm.to_sync(model) before moving the model to a GPU"
             raise UsageFault(
                 f"'{path}' is torch's SyncBatchNorm, which can't take part on a rank without samples",
-                hint="make it ckpttool.batchnorm.SyncBatchNorm: call ckpttool.batchnorm.to_sync(model) "
-                "before moving the model to a GPU",
+                hint=f"make it ckpttool.batchnorm.SyncBatchNorm: {call}",
             )
 
 
@@ -290,10 +290,8 @@ class Uneven(Generic[Batch]):
                 given = self._count_of(batch)
                 count = int(given)
                 if count < 0 or count != given:
-                    raise UsageFault(
-                        f"a batch has a count of {given}",
-                        hint="count= returns how many samples, tokens or pixels a batch has",
-                    )
+                    hint = "count= returns how many samples, tokens or pixels a batch has"
+                    raise UsageFault(f"a batch has a count of {given}", hint=hint)
                 if count:
                     self._last = batch
         return count << 2 | (self._last is None) * NEEDS | self._over * OVER
@@ -309,9 +307,7 @@ class Uneven(Generic[Batch]):
             self._last = lent
             if any(were_on_gpu):
                 device, were = next(self.model.parameters()).device, iter(were_on_gpu)
-                self._last = transport.mapped(
-                    lent, lambda tensor: tensor.to(device) if next(were) else tensor
-                )
+                self._last = transport.mapped(lent, lambda part: part.to(device) if next(were) else part)
 
 
 def length(batch: Any) -> int:

@@ -71,17 +71,13 @@ def _columns(rows: Sequence[TensorRow], again: set[str], stats: Mapping[str, Sta
         "form": [forms.setdefault((row.type or "?", _shape(row), row.nbytes), len(forms)) for row in rows],
         "shared": [[at, number[row.shared_with]] for at, row in enumerate(rows) if row.shared_with],
         "again": [at for at, row in enumerate(rows) if row.name in again],
+        "forms": [*map(list, forms)],  # all of them: `form` has added each
     }
-    columns["forms"] = [*map(list, forms)]
-    if stats:
-        columns |= _figures([stats.get(row.name) for row in rows])
-    return columns
+    return columns | (_figures([stats.get(row.name) for row in rows]) if stats else {})
 
 
 def _shape(row: TensorRow) -> str:
-    if row.shape is None or row.local_shape is not None:
-        return row.sizes
-    return shape_in_words(row.shape)
+    return row.sizes if row.shape is None or row.local_shape is not None else shape_in_words(row.shape)
 
 
 def _figures(stats: Sequence[Stats | None]) -> dict[str, Any]:

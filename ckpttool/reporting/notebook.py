@@ -14,7 +14,7 @@ from ..core.checkpoint.module_tree import Branch, outline, shape_in_words
 from ..core.checkpoint.state import State
 from ..core.words import counted, printable, show_bytes, show_names
 from ..diffing.compare_values import Comparison
-from ..diffing.rows import ROWS, DiffRow, items_of, rows_of
+from ..diffing.rows import ROWS, items_of, rows_of
 from ..errors import CkptToolError
 from ..inspecting.summary import Summary, facts_of, value_in_words
 
@@ -29,9 +29,7 @@ Child = str | Element
 
 def checkpoint_html(checkpoint: Checkpoint) -> str:
     """Return a checkpoint as HTML: its format and size, the model's state, and the names of all else."""
-    head = element(
-        "p", element("b", checkpoint.path), f": {checkpoint.format}, {show_bytes(checkpoint.nbytes)}"
-    )
+    head = _head(checkpoint)
     try:
         state = checkpoint.found_state()
         outside = checkpoint.outside(state) if state else ()
@@ -39,12 +37,14 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         return html(head, element("p", error.message))
     if state is None:
         states = checkpoint.other_states(None)
-        said = (
-            f"several states: {show_names(states, MAX_ENTRIES)}" if states else "no dict of tensors by name"
-        )
-        return html(head, element("p", said))
+        several = f"several states: {show_names(states, MAX_ENTRIES)}"
+        return html(head, element("p", several if states else "no dict of tensors by name"))
     others = [element("p", f"besides: {show_names(outside, MAX_ENTRIES)}")] if outside else []
     return html(head, _state(state), *others)
+
+
+def _head(file: Checkpoint | Summary) -> Element:
+    return element("p", element("b", file.path), f": {file.format}, {show_bytes(file.nbytes)}")
 
 
 def state_html(state: State) -> str:
@@ -97,10 +97,7 @@ def _inside(branch: Branch, left: list[int]) -> Iterator[Element]:
 
 def summary_html(summary: Summary) -> str:
     """Return a summary as HTML: the facts that `inspect` prints; folded, the modules and other contents."""
-    parts = [
-        element("p", element("b", summary.path), f": {summary.format}, {show_bytes(summary.nbytes)}"),
-        table((), list(facts_of(summary, False))),
-    ]
+    parts = [_head(summary), table((), list(facts_of(summary, False)))]
     if summary.keys:
         said = f"modules: {counted(summary.keys, 'tensor')}, {summary.parameters:,} parameters"
         parts.append(folded(said, *_modules(summary.modules)))
@@ -122,11 +119,8 @@ def comparison_html(comparison: Comparison) -> str:
     head = ("", "name", "differ", "relative", "cosine", "largest", "")
     more = len(rows) - len(largest)
     end = [element("p", f"and {more:,} more that differ less")] if more else []
-    return html(verdict, folded("what differs", table(head, map(_cells, largest)), is_open=True), *end)
-
-
-def _cells(row: DiffRow) -> tuple[str, ...]:
-    return (row.mark, row.name, *(row.cells or ("", "", "", "")), row.text)
+    cells = [(row.mark, row.name, *(row.cells or ("", "", "", "")), row.text) for row in largest]
+    return html(verdict, folded("what differs", table(head, cells), is_open=True), *end)
 
 
 # ---- HTML ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__
 from ..core.checkpoint.checkpoint import Checkpoint
@@ -35,7 +35,6 @@ from ..inspecting.tables import BINS, CheckpointRow, Stats, checkpoint_rows, mea
 from .contents import checkpoint_row, contents, difference
 from .training import evaluation, evaluations_in, is_run, training
 
-STYLE = "page.css"
 # In the order in which each needs those before it
 SCRIPTS = ("elements", "names", "tables", "treemap", "tree", "changes", "charts", "page")
 
@@ -167,9 +166,8 @@ def page_place(path: str, inputs: tuple[File | None, ...], force: bool) -> Outpu
     return place
 
 
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    """What a page is to be about."""
+class _Subject(NamedTuple):
+    """What a page is about."""
 
     checkpoint: Checkpoint | None
     run: str | None = None
@@ -202,22 +200,12 @@ def _subject(stack: ExitStack, file: File) -> _Subject:
 
 def page(title: str, data: Mapping[str, Any]) -> bytes:
     """Return a page of `data`: JSON values, whose texts are `printable`; NaN and infinity become null."""
-    style, script = _text(STYLE), "".join(_text(f"{name}.js") for name in SCRIPTS)
-    filled = Template(_text("page.html")).substitute(
-        title=escape(title),
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        data=as_block(data),
-    )
-    return filled.encode()
-
-
-def as_block(data: Mapping[str, Any]) -> str:
-    """Return JSON that nothing in it can end as a block of HTML."""
+    style, script = _text("page.css"), "".join(_text(f"{name}.js") for name in SCRIPTS)
     text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+    block = text.replace("<", "\\u003c")  # so that nothing in it can end the block of HTML
+    hashes = {"style_hash": _hash(style), "script_hash": _hash(script)}
+    template, texts = Template(_text("page.html")), {"style": style, "script": script, **hashes}
+    return template.substitute(title=escape(title), data=block, **texts).encode()
 
 
 def _text(name: str) -> str:

@@ -13,7 +13,7 @@ from ..core.formats.roots import STATEMENT
 from ..core.lazy import np
 from ..core.words import counted, printable
 from ..errors import CheckFailed, CkptToolError, Damaged, Unreadable
-from ..inspecting.run_log import LOG, Points, panels, read_runs, title
+from ..inspecting.run_log import LOG, Points, RunCurves, panels, read_runs, title
 
 if TYPE_CHECKING:
     from ..metrics.certificate import PredictionFile
@@ -45,24 +45,23 @@ def training(folders: Sequence[str]) -> dict[str, Any]:
         Damaged, Unreadable: a log is.
     """
     runs = read_runs([folder for folder in folders if os.path.isfile(os.path.join(folder, LOG))])
+    quantities = panels(runs) if runs else ()
+    shown = [
+        {"quantity": printable(each), "title": printable(title(each)), "curves": _curves(runs, each)}
+        for each in quantities
+    ]
+    seconds = [{printable(name): _points(each) for name, each in run.seconds.items()} for run in runs]
+    return {"runs": [printable(run.name) for run in runs], "panels": shown, "seconds": seconds}
+
+
+def _curves(runs: Sequence[RunCurves], quantity: str) -> list[dict[str, Any]]:
     kinds = {"training": "train", "training, by epoch": "epochs", "test": "test"}
-    return {
-        "runs": [printable(run.name) for run in runs],
-        "panels": [
-            {
-                "quantity": printable(quantity),
-                "title": printable(title(quantity)),
-                "curves": [
-                    {"run": number, "kind": kind, "points": _points(getattr(run, name)[quantity])}
-                    for number, run in enumerate(runs)
-                    for kind, name in kinds.items()
-                    if quantity in getattr(run, name)
-                ],
-            }
-            for quantity in (panels(runs) if runs else ())
-        ],
-        "seconds": [{printable(name): _points(each) for name, each in run.seconds.items()} for run in runs],
-    }
+    return [
+        {"run": number, "kind": kind, "points": _points(getattr(run, name)[quantity])}
+        for number, run in enumerate(runs)
+        for kind, name in kinds.items()
+        if quantity in getattr(run, name)
+    ]
 
 
 def _points(points: Points) -> list[list[float]]:
@@ -131,10 +130,10 @@ def _recomputed(paths: Sequence[str], stated: dict[str, Any]) -> dict[str, Any]:
         verdict = "does not hold" if isinstance(error, CheckFailed) else "can't be checked"
         return {"certificate": [False, printable(f"{verdict}: {error.message}")]}
     statement = again.statement()
-    names = [name for name in statement if name in stated and stated[name] != statement[name]]
-    if names:
-        said = f"does not hold: the prediction files give another {', '.join(names)}"
-        return {"certificate": [False, said]}
+    if names := [name for name in statement if name in stated and stated[name] != statement[name]]:
+        return {
+            "certificate": [False, f"does not hold: the prediction files give another {', '.join(names)}"]
+        }
     count = f"{again.samples:,} samples of {counted(again.ranks, 'rank')}"
     said = f"holds: recomputed from the prediction files, {count}, each sample once"
     return {"certificate": [True, said], "confusion": _confusion(files, again.classes)}

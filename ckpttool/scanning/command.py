@@ -54,13 +54,14 @@ def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif
 
     files = named_in(paths)
     scanned: list[Scanned] = []
-    is_text = not (console.json or sarif)
     with console.bar("scanning") as bar:
         for number, file in enumerate(scan_each(files, allow), 1):
             scanned.append(file)
             bar.step(number, len(files))
-    if is_text:
-        _say_unreadable(scanned)
+    if not (console.json or sarif):  # on stderr, with -q too
+        for path, problem in ((file.path, problem) for file in scanned for problem in file.problems):
+            where = f"{path}: {problem.where}" if problem.where else path
+            say("unreadable:", "yellow", f"{printable(where)}: {printable(problem.reason)}")
     if sarif:
         click.echo(to_json(as_sarif(scanned, __version__)))
     else:
@@ -70,20 +71,12 @@ def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif
     return 1 if verdicts & {DANGEROUS, UNKNOWN} else 3 if UNREADABLE in verdicts else 0
 
 
-def _say_unreadable(scanned: list[Scanned]) -> None:
-    """Print what could not be looked at on stderr, with -q too."""
-    for file in scanned:
-        for problem in file.problems:
-            where = f"{file.path}: {problem.where}" if problem.where else file.path
-            say("unreadable:", "yellow", f"{printable(where)}: {printable(problem.reason)}")
-
-
 def _lines(console: Console, scanned: list[Scanned]) -> list[str]:
     from .verdicts import SAFE, UNREADABLE, VERDICTS
 
     lines = []
     for file in scanned:
-        if file.verdict in (SAFE, UNREADABLE) and not (console.verbose and file.verdict == SAFE):
+        if file.verdict == UNREADABLE or (file.verdict == SAFE and not console.verbose):
             continue
         places = dict.fromkeys(finding.where for finding in file.found if finding.where)
         inside = f" (in {console.names([*places])})" if places else ""

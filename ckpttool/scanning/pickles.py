@@ -48,8 +48,8 @@ class PickleFindings:
 
     def take_fault(self, fault: PickleFault, is_claimed: bool) -> None:
         """Note a pickle that breaks off: its names, and why it does."""
-        ran = fault.called or not isinstance(fault, Malformed)
-        self.names |= _counted(fault, is_claimed)
+        ran, count_all = fault.called or not isinstance(fault, Malformed), is_claimed or fault.called
+        self.names |= {n for n in fault.names if count_all or (is_dangerous(n) and is_importable(n))}
         self.is_sure = self.is_sure or ran
         self.fault = str(fault) if is_claimed or ran else None
 
@@ -77,9 +77,9 @@ def read_in_a_row(
     found, at, limit = PickleFindings(), 0, MAX_IN_A_ROW
     while at < place.nbytes and found.count < limit:
         head = place.part(at, min(64, place.nbytes - at)).read()
-        is_claimed = is_sure and (is_pickle(head) or (is_first_sure and not at))
         if not at and legacy.sniff(head):
             limit = OF_TORCH + 1
+        is_claimed = is_sure and (is_pickle(head) or (is_first_sure and not at))
         is_claimed = is_claimed and found.count < limit - (limit == OF_TORCH + 1)
         end = _read_one(place.part(at, min(place.nbytes - at, most)), place, found, is_claimed)
         if end is None:
@@ -116,13 +116,6 @@ def _read_one(rest: ByteRange, place: ByteRange, found: PickleFindings, is_claim
     found.names |= pickle.names | plain.names | arrays.names
     found.values.append(pickle.value)
     return pickle.end - place.offset
-
-
-def _counted(fault: PickleFault, is_claimed: bool) -> set[Global]:
-    """Return the names that count of a pickle that breaks off."""
-    if is_claimed or fault.called:
-        return {*fault.names}
-    return {name for name in fault.names if is_dangerous(name) and is_importable(name)}
 
 
 class _Loader:

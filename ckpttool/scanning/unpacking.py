@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..core.files.commit import Spool
 from ..core.formats.pytorch.zip_entries import LOCAL_HEADER
@@ -76,17 +76,18 @@ class Room:
         """Write bytes until they end or something is wrong; return where they are, and what was wrong."""
         if self._spool is None:
             self._spool = Spool(self.source.path)
-        inside = self._spool.source
+        inside, wrong = self._spool.source, cast("Damaged | Refused | None", None)
         start = inside.size
         try:
             for piece in pieces:
                 if inside.size + len(piece) > self.most:
                     what = f"would grow from {self.source.size} to more than {self.most} bytes when unpacked"
-                    return ByteRange(inside, start, inside.size - start), Refused(self.source.path, what)
+                    wrong = Refused(self.source.path, what)
+                    break
                 self._spool.append(piece)
         except Damaged as fault:
-            return ByteRange(inside, start, inside.size - start), fault
-        return ByteRange(inside, start, inside.size - start), None
+            wrong = fault
+        return ByteRange(inside, start, inside.size - start), wrong
 
     def close(self) -> None:
         """Give the disk its room back: what is left of a fault may keep this for long."""

@@ -97,10 +97,9 @@ class Scanned:
         by_text = {str(name): name for name in names if not _is_allowed(name, allowed)}
         found = [by_text[text] for text in names_that_run(by_text.values())]
         findings = tuple(Finding(str(name), names[name], is_dangerous(name)) for name in found)
+        verdict = UNREADABLE if problems else SAFE
         if findings:
             verdict = DANGEROUS if any(finding.dangerous for finding in findings) else UNKNOWN
-        else:
-            verdict = UNREADABLE if problems else SAFE
         return cls(path, verdict, findings, problems, pickles)
 
 
@@ -148,19 +147,13 @@ def _results(file: Scanned) -> Iterator[dict[str, object]]:
 
 def _result(path: str, verdict: str, where: str, text: str, told_by: str) -> dict[str, object]:
     place = f"{path}\0{where}\0{verdict}\0{told_by}".encode("utf-8", "surrogatepass")
+    location = {"artifactLocation": {"uri": _uri(path)}, "region": {"startLine": 1}}
     return {
         "ruleId": f"pickle/{verdict}",
         "ruleIndex": [*RULES].index(verdict),
         "level": RULES[verdict][0],
         "message": {"text": f"{text} (in {where})" if where else text},
-        "locations": [
-            {
-                "physicalLocation": {
-                    "artifactLocation": {"uri": _uri(path)},
-                    "region": {"startLine": 1},
-                }
-            }
-        ],
+        "locations": [{"physicalLocation": location}],
         "partialFingerprints": {"placeAndName/v1": hashlib.sha256(place).hexdigest()},
     }
 
