@@ -116,10 +116,7 @@ class SyncBatchNorm(_BatchNorm):
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not (by_batch and self.training and _size(self.process_group) > 1):
             return self._alone(input, by_batch)
-        tracked = self if self.track_running_stats and self.running_mean is not None else None
-        return _Synchronised.apply(  # type: ignore[no-any-return]
-            input, self.weight, self.bias, self.eps, tracked, self.process_group, self.absent
-        )
+        return _Synchronised.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
 
     def _alone(self, input: Tensor, by_batch: bool) -> Tensor:
         """Apply plain BatchNorm, as torch's `_BatchNorm.forward`."""
@@ -157,31 +154,24 @@ class _Synchronised(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        tracked: SyncBatchNorm | None,
-        group: Any,
-        absent: bool,
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm
     ) -> Tensor:
-        local = moments(input[:0] if absent else input)
-        counts, mean, variance = combine(_of_all_ranks(local, group))
-        count = float(counts[0]) if len(counts) else 0.0
+        ctx.eps, ctx.group, ctx.absent = layer.eps, layer.process_group, layer.absent
+        local = moments(input[:0] if ctx.absent else input)
+        counts, mean, variance = combine(_of_all_ranks(local, ctx.group))
+        ctx.count = count = float(counts[0]) if len(counts) else 0.0
         if count == 1:
             raise ValueError(
                 f"expected more than 1 value per channel on all ranks when training, got input {input.shape}"
             )
-        if tracked is not None and count:
-            update_running(tracked, mean, variance, count)
+        if count and layer.track_running_stats and layer.running_mean is not None:
+            update_running(layer, mean, variance, count)
         exact = accumulator(input)
         ctx.of_weight = None if weight is None else weight.dtype
         mean, variance = mean.to(exact), variance.to(exact)
         weight, bias = (None if scale is None else scale.to(exact) for scale in (weight, bias))
         ctx.save_for_backward(input, weight, mean, variance)
-        ctx.eps, ctx.group, ctx.absent, ctx.count = eps, group, absent, count
-        return _normalised(input, mean, variance, weight, bias, eps)
+        return _normalised(input, mean, variance, weight, bias, ctx.eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -205,7 +195,7 @@ class _Synchronised(torch.autograd.Function):
                 )
         to_weight = times_normalised.to(ctx.of_weight) if ctx.needs_input_grad[1] else None
         to_bias = summed.to(ctx.of_weight) if ctx.needs_input_grad[2] else None
-        return to_input, to_weight, to_bias, None, None, None, None
+        return to_input, to_weight, to_bias, None
 
 
 def _size(group: Any) -> int:
@@ -238,17 +228,9 @@ def _local_gradients(
     # The last as if mean and variance were constants; None on a rank without samples.
     if ctx.absent or not input.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean), None
-    direct, times_normalised, summed = torch.ops.aten.native_batch_norm_backward(
-        gradient,
-        input,
-        weight,
-        mean,
-        variance,
-        None,
-        None,
-        False,
-        ctx.eps,
-        [ctx.needs_input_grad[0], True, True],
+    wanted, kernel = [ctx.needs_input_grad[0], True, True], torch.ops.aten.native_batch_norm_backward
+    direct, times_normalised, summed = kernel(
+        gradient, input, weight, mean, variance, None, None, False, ctx.eps, wanted
     )
     return summed, times_normalised, direct
 

@@ -39,10 +39,8 @@ def page(comparison: Comparison, sort: str | None, width: int | None) -> Iterato
 
 def details(comparison: Comparison, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
-    rows = [
-        DiffRow(mark, name, detailed(change) if change else "", relative=relative(change))
-        for mark, name, change in items_of(comparison)
-    ]
+    texts = ((item, detailed(item[2]) if item[2] else "") for item in items_of(comparison))
+    rows = [DiffRow(mark, name, text, relative=relative(change)) for (mark, name, change), text in texts]
     for row in _sorted(rows, sort):
         yield from _lines(row, printable(row.name), width)
 

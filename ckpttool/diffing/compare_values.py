@@ -263,10 +263,8 @@ def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
     found = Norms(*(float((x * y).sum()) for x, y in ((a, a), (b, b), (d, d), (a, b))))
     if math.isfinite(found.dd):
         return found
-    finite = np.isfinite(a) & np.isfinite(b)
-    if finite.all():
-        return found  # a sum that exceeds float64
-    return _sums(a[finite], b[finite])
+    finite = np.isfinite(a) & np.isfinite(b)  # all of them, where a sum exceeds float64
+    return found if finite.all() else _sums(a[finite], b[finite])
 
 
 # ---- The outcome of a comparison: which names only one file has, and what differs under a name of both.

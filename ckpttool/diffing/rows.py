@@ -190,6 +190,5 @@ def _from_to(a: complex, b: complex | None) -> str:
         rounded = [f"{value:.{digits}g}" for value in (a, b)]
         if rounded[0] != rounded[1]:
             break
-    return " -> ".join(
-        str(v) if isinstance(v, int) else text for v, text in zip((a, b), rounded, strict=True)
-    )
+    both = zip((a, b), rounded, strict=True)
+    return " -> ".join(str(value) if isinstance(value, int) else text for value, text in both)

@@ -19,7 +19,7 @@ from ..core.words import counted, number, printable, show_bytes
 from ..errors import SeveralCheckpoints
 
 if TYPE_CHECKING:
-    from ..core.checkpoint.checkpoint import Checkpoint
+    from .other_contents import OtherRow
     from .summary import Summary
     from .tables import CheckpointRow, Stats, TensorRow
 
@@ -85,7 +85,7 @@ def inspect(
     """
     from .page import page
     from .summary import summarize
-    from .tables import tensor_rows
+    from .tables import BINS, measure_all, tensor_rows
 
     listed, measured, verify = flags["listed"], flags["measured"], not flags["no_verify"]
     pages = options.added(flags, console, *files)
@@ -99,7 +99,11 @@ def inspect(
             return run
         with opened as checkpoint:
             summary = summarize(checkpoint, state)
-            stats = _measure(console, checkpoint, verify, bool(pages)) if measured else {}
+            stats: Mapping[str, Stats | None] = {}
+            if measured:
+                with console.progress(checkpoint.nbytes, "reading") as progress:
+                    bins = BINS if pages else 0
+                    stats = measure_all(checkpoint, bins=bins, verify=verify, progress=progress)
             for write in pages:
                 write(checkpoint, summary, stats)
             if unseen := sum(source.unchecked for source in (checkpoint.source, *checkpoint.shards)):
@@ -113,7 +117,8 @@ def inspect(
             elif listed:
                 lines = tensor_lines(tensor_rows(checkpoint), width, stats)
             else:
-                lines = page(summary, depth, width, _lines(), everything=console.verbose)
+                fit = max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
+                lines = page(summary, depth, width, fit, everything=console.verbose)
             return Answer("\n".join(lines), {})
 
     return answer_each(files, console, answer, between="" if listed else "\n")
@@ -126,26 +131,9 @@ def _of_run(folder: str) -> Answer | None:
     rows = checkpoint_rows(folder)
     if not any(row.format for row in rows):
         return None
-    checkpoints = [
-        fields_of(row) | {"whole": not row.problem, "problem": row.problem or None} for row in rows
-    ]
+    told = [fields_of(row) | {"whole": not row.problem, "problem": row.problem or None} for row in rows]
     lines = _run_page(folder, rows, terminal_width(sys.stdout))
-    return Answer("\n".join(lines), {"path": folder, "checkpoints": checkpoints})
-
-
-def _lines() -> int:
-    """Return how many lines of modules fit on the terminal with the facts."""
-    return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
-
-
-def _measure(
-    console: Console, checkpoint: Checkpoint, verify: bool, for_page: bool
-) -> Mapping[str, Stats | None]:
-    from .tables import BINS, measure_all
-
-    bins = BINS if for_page else 0
-    with console.progress(checkpoint.nbytes, "reading") as progress:
-        return measure_all(checkpoint, bins=bins, verify=verify, progress=progress)
+    return Answer("\n".join(lines), {"path": folder, "checkpoints": told})
 
 
 def _fields(
@@ -157,14 +145,14 @@ def _fields(
         "devices": here.devices,
         "state_bytes": here.nbytes,
         "tensors": [_tensor_fields(row, stats) for row in rows],
-        "other": [
-            {"name": row.name, "type": row.type}
-            | ({"value": row.value} if row.has_value else {})
-            | ({"size": row.size} if row.size is not None else {})
-            | ({"same_as": row.same_as} if row.same_as is not None else {})
-            for row in summary.other
-        ],
+        "other": [_other_fields(row) for row in summary.other],
     }
+
+
+def _other_fields(row: OtherRow) -> dict[str, object]:
+    fields = {"name": row.name, "type": row.type} | ({"value": row.value} if row.has_value else {})
+    more = {"size": row.size, "same_as": row.same_as}
+    return fields | {name: value for name, value in more.items() if value is not None}
 
 
 def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[str, object]:
@@ -247,13 +235,11 @@ def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) 
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "format", "bytes", "")]
     for entry in entries:
         path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
-        verdict = "whole, without an optimizer" if entry.optimizer is False else "whole"
-        if entry.problem:
-            verdict = f"no: {entry.problem}"
+        whole = "whole, without an optimizer" if entry.optimizer is False else "whole"
+        verdict = f"no: {entry.problem}" if entry.problem else whole
         rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))
     if all(entry.step is None for entry in entries):
         rows = [(path, *others) for path, _, *others in rows]
     yield from table(rows, (0, len(rows[0]) - 3, len(rows[0]) - 1), width)
-    whole = next((entry for entry in entries if not entry.problem), entries[0])
-    yield ""
-    yield f"ckpttool inspect {shlex.quote(whole.path)}"
+    newest = next((entry for entry in entries if not entry.problem), entries[0])
+    yield from ("", f"ckpttool inspect {shlex.quote(newest.path)}")

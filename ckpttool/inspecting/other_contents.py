@@ -147,9 +147,9 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
 
 def _attributes(value: object) -> dict[object, object] | None:
     """Return the attributes of an object pickled with a dict of them, such as argparse.Namespace."""
-    if isinstance(value, Record) and isinstance(value.state, dict) and not value.elements and not value.items:
-        return value.state if all(isinstance(key, str) for key in value.state) else None
-    return None
+    if not isinstance(value, Record) or value.elements or value.items or not isinstance(value.state, dict):
+        return None
+    return value.state if all(isinstance(key, str) for key in value.state) else None
 
 
 def _plain(value: object, levels: int = 2) -> object:
@@ -211,11 +211,10 @@ def describe_optimizer(name: str, value: dict[Any, Any]) -> OptimizerRow:
     view = OptimizerView(value)
     entries: dict[str, None] = {}
     nbytes = 0
-    for kept in view.entries:
-        for key, item in kept.items():
-            entries[str(key)] = None
-            held = map(tensor_of, walk(item) if isinstance(item, list | tuple | dict) else [item])
-            nbytes += sum(tensor.nbytes for tensor in held if tensor is not None)
+    for key, item in (pair for kept in view.entries for pair in kept.items()):
+        entries[str(key)] = None
+        held = map(tensor_of, walk(item) if isinstance(item, list | tuple | dict) else [item])
+        nbytes += sum(tensor.nbytes for tensor in held if tensor is not None)
     pairs = ([pair for pair in group.items() if pair[0] not in LISTS] for group in view.groups)
     settings = tuple({str(key): item for key, item in rest if _is_plain(item)} for rest in pairs)
     sizes = tuple(map(len, view.keys))

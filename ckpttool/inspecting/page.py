@@ -115,9 +115,8 @@ def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
     inside, around = tuple(f"{name}." for name in shown), {name.rpartition(".")[0] for name in shown}
     if summary.model:
         around.add(summary.state or "")
-    kept = [
-        r for r in summary.other if everything or (r.name not in around and not r.name.startswith(inside))
-    ]
+    covered = {r.name for r in summary.other if r.name in around or r.name.startswith(inside)}
+    kept = [row for row in summary.other if everything or row.name not in covered]
     groups = [(name, list(rows)) for name, rows in groupby(kept, lambda row: row.name.partition(".")[0])]
     lightning = any(name == LIGHTNING for name, _ in groups)
     if lightning:

@@ -68,8 +68,6 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 Points = list[tuple[float, float]]
 
 TITLES = {
-    "loss": "Loss",
-    "accuracy": "Accuracy",
     "lr": "Learning rate",
     "samples_per_second": "Throughput, samples per second",
     "mse": "Mean squared error",
@@ -178,16 +176,14 @@ def names_of(paths: Sequence[str]) -> list[str]:
         tails = [os.sep.join(parts[-length:]) for length in range(1, len(parts) + 1)]
         name = next((t for t in tails if not any(f"/{o}".endswith(f"/{t}") for o in others)), folder)
         names.append(shortened(name))
-    return [
-        f"{name} ({names[: index + 1].count(name)})" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    ]
+    counted = ((name, names.count(name), names[: at + 1].count(name)) for at, name in enumerate(names))
+    return [f"{name} ({number})" if count > 1 else name for name, count, number in counted]
 
 
 def _folder(path: str) -> str:
     """Return the absolute folder of a run, or a log's own path where it has another name."""
-    absolute = os.path.abspath(path)
-    return os.path.dirname(absolute) if os.path.basename(absolute) == LOG else absolute
+    folder, name = os.path.split(os.path.abspath(path))
+    return folder if name == LOG else os.path.join(folder, name)
 
 
 def shortened(name: str) -> str:

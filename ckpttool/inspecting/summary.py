@@ -50,9 +50,8 @@ def facts_of(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     yield from _first("tied", [_tie(names, most) for names in summary.ties], most)
     yield from _training(summary, max(most, MAX_GROUPS))
     yield from _bytes(summary)
-    yield from (
-        ("metadata", f"{printable(key)}: {printable(value)[:200]}") for key, value in summary.metadata.items()
-    )
+    for key, value in summary.metadata.items():
+        yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
     if summary.unread:
         yield "not read", show_names(summary.unread, most)
     # All of them: what is left out here may be what matters.
@@ -80,8 +79,10 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor")
         yield "state", f"{_place(summary.state)}{whole}: {tensors}, {summary.parameters:,} parameters"
-        dtypes = (f"{count} {dtype}" for dtype, count in summary.here.dtypes.items())
-        yield "dtypes", ", ".join(dtypes) or "none"
+        yield (
+            "dtypes",
+            ", ".join(f"{count} {dtype}" for dtype, count in summary.here.dtypes.items()) or "none",
+        )
         if summary.packed:
             yield "stored as", ", ".join(f"{count} {kind}" for kind, count in summary.packed.items())
         if pieces := [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]:
@@ -151,19 +152,14 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
     optimizers = sum(row.nbytes for row in summary.optimizers)
     others = summary.outside.nbytes - optimizers
     rest = summary.nbytes - summary.here.nbytes - summary.outside.nbytes - summary.unused
-    parts = [
-        ("state", summary.here.nbytes),
-        ("optimizers" if len(summary.optimizers) > 1 else "optimizer", optimizers),
-        ("other tensors", others),
-        ("unused", summary.unused),
-        ("all else", rest),
-    ]
+    name = "optimizers" if len(summary.optimizers) > 1 else "optimizer"
+    parts = {"state": summary.here.nbytes, name: optimizers, "other tensors": others}
+    parts |= {"unused": summary.unused, "all else": rest}
     if summary.unused > max(0, others, optimizers) or summary.outside.nbytes:
         share = max(summary.nbytes, 1)
-        yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts if c > 0)
+        yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts.items() if c > 0)
     if summary.unused:
-        unused = show_bytes(summary.unused)
-        yield "unused", f"{unused} of storages that no tensor uses: slim leaves them out"
+        yield "unused", f"{show_bytes(summary.unused)} of storages that no tensor uses: slim leaves them out"
 
 
 def value_in_words(row: OtherRow) -> str:
@@ -188,11 +184,6 @@ class Kinds:
     dtypes: Mapping[str, int]
     devices: Mapping[str, int]
     nbytes: int
-
-    @property
-    def count(self) -> int:
-        """The number of tensors."""
-        return sum(self.dtypes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +318,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     prefixes = found_prefixes(tensors, chosen.versions, lightning=lightning) if chosen else ()
     numbers: Any = find("numbers.recognise")
     packed = numbers.recognise(checkpoint, chosen) if numbers and chosen else None
+    parts = reversed(checkpoint.shards) if checkpoint.format == "delta" else ()
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -359,13 +351,8 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         unclear=tuple(fault.message for fault in packed.faults) if packed else (),
         parts_in=(parts_beside(checkpoint.tree) or {}).get("folder"),
         commit=checkpoint.source.commit or None,
-        made_of=_made_of(checkpoint),
+        made_of={source.path: source.size for source in parts if source.size},
     )
-
-
-def _made_of(checkpoint: Checkpoint) -> dict[str, int]:
-    files = reversed(checkpoint.shards) if checkpoint.format == "delta" else ()
-    return {source.path: source.size for source in files if source.size}
 
 
 def _calls(tree: object) -> Iterator[str]:
@@ -377,11 +364,9 @@ def _calls(tree: object) -> Iterator[str]:
 
 def _name_called(value: Record) -> Global:
     """Return what is called: of what a call returned, the innermost, as in getattr(os, 'system')('ls')."""
-    called = value.callable
-    for _ in range(MAX_CALLS):
-        if not isinstance(called, Record):
-            break
-        called = called.callable
+    called, left = value.callable, MAX_CALLS
+    while left and isinstance(called, Record):
+        called, left = called.callable, left - 1
     return called if isinstance(called, Global) else Global("", "")
 
 
@@ -435,8 +420,7 @@ def _other_tensors(
     tensors: Iterable[tuple[Path, TensorRef]], state: State | None, optimizers: list[str]
 ) -> Iterator[OtherTensors]:
     """Yield the tensors outside the state, together for each path that leaves the state's."""
-    way = state.path if state else ()
-    inside = tuple(f"{name}." for name in optimizers if name)
+    way, inside = state.path if state else (), tuple(f"{name}." for name in optimizers if name)
     groups: dict[str, list[TensorRef]] = {}
     for path, tensor in tensors:
         if "" not in optimizers and not dotted(path).startswith(inside):

@@ -46,11 +46,8 @@ class Histogram:
     def add(self, block: NDArray[Any]) -> None:
         """Add finite numbers: (n,), n > 0."""
         least, most = float(block.min()), float(block.max())
-        if self.count:
-            before = self.least, self.most
-            self.least, self.most = min(before[0], least), max(before[1], most)
-        else:
-            before = self.least, self.most = least, most
+        before = (self.least, self.most) if self.count else (least, most)
+        self.least, self.most = min(before[0], least), max(before[1], most)
         if self.least < self.most:
             exponent = _exponent(self.least, self.most)
             if self._exponent is None:
@@ -157,8 +154,7 @@ def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
 
     first: dict[int, str] = {}
     for path, value in checkpoint.named(inside):
-        tensor = plain_tensor(value)
-        if tensor is not None:
+        if (tensor := plain_tensor(value)) is not None:
             name = dotted(path)
             owner = first.setdefault(id(tensor.storage), name)
             shared = owner if owner is not name and tensor.nbytes else None

@@ -253,16 +253,9 @@ def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[
     accuracy.update(predictions, labels)
     loss.update(joined.loss)
     per_class.update(predictions, labels)
-    return Certificate(
-        evaluation,
-        len(joined),
-        loss.compute(),
-        tuple(rank_samples),
-        index_digest(len(joined)),
-        accuracy.correct,
-        per_class.compute(),
-        classes,
-    )
+    samples = len(joined)
+    certified = evaluation, samples, loss.compute(), tuple(rank_samples), index_digest(samples)
+    return Certificate(*certified, accuracy.correct, per_class.compute(), classes)
 
 
 def _numbered(

@@ -226,15 +226,11 @@ class Evaluator:
         loss_sum, counts = ExactSum(), ExactSum()
         loss_sum.add(joined["loss"].numpy())
         counts.add(joined["count"].numpy())
-        return LossCertificate(
-            self.described(about or Evaluation()),
-            self.samples,
-            loss_sum.over(counts.fraction),
-            tuple(self.rank_samples),
-            index_digest(self.samples),
-            int(counts.fraction) if counts.fraction.denominator == 1 else float(counts.fraction),
-            {name: reduce(metric).compute() for name, metric in metrics.items()},
-        )
+        of = counts.fraction
+        taken_once = tuple(self.rank_samples), index_digest(self.samples)
+        computed = {name: reduce(metric).compute() for name, metric in metrics.items()}
+        certified = self.described(about or Evaluation()), self.samples, loss_sum.over(of), *taken_once
+        return LossCertificate(*certified, int(of) if of.denominator == 1 else float(of), computed)
 
     def described(self, about: Evaluation) -> Evaluation:
         """Return what is evaluated with what this evaluator knows of it."""

@@ -152,7 +152,9 @@ class PerClass(Metric[tuple[ClassScore, ...]]):
 
 
 class Mean(Metric[float]):
-    """The base of means over numbers, each divided and rounded once; NaN without any."""
+    """The base of mean losses and errors, each divided and rounded once; NaN without any."""
+
+    higher_is_better = False
 
     def __init__(self) -> None:
         super().__init__(counts=1, sums=1)
@@ -164,8 +166,6 @@ class Mean(Metric[float]):
 class Loss(Mean):
     """The mean loss over samples, rounded once; NaN without samples."""
 
-    higher_is_better = False
-
     def update(self, losses: Any) -> None:
         """Add losses: numbers [n], one for each sample (`reduction="none"`)."""
         values = as_floats(losses, dims=1)
@@ -175,8 +175,6 @@ class Loss(Mean):
 
 class Perplexity(Mean):
     """e to the mean loss over tokens, whose exact sum is divided and rounded once; NaN without tokens."""
-
-    higher_is_better = False
 
     def update(self, losses: Any, counts: Any = None) -> None:
         """Add losses, numbers [n]: cross entropy in nats of a token, or summed over `counts` [n] tokens."""
@@ -202,8 +200,6 @@ class MeanSquaredError(Mean):
     Each difference is rounded once to float64; squares and their sum are exact.
     """
 
-    higher_is_better = False
-
     def update(self, predictions: Any, targets: Any) -> None:
         """Add predictions and targets: numbers of the same shape; nothing is broadcast."""
         errors = _errors(*_pair(predictions, targets))
@@ -216,8 +212,6 @@ class MeanAbsoluteError(Mean):
 
     Each difference is rounded once to float64; their sum is exact.
     """
-
-    higher_is_better = False
 
     def update(self, predictions: Any, targets: Any) -> None:
         """Add predictions and targets: numbers of the same shape; nothing is broadcast."""

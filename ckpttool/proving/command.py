@@ -78,11 +78,9 @@ def prove(
     replay = None if no_replay else Replay(program=program, dry=dry_run, **replayed)
     began = time.perf_counter()
 
-    def announce(command: str) -> None:
-        console.note(f"replays: {command}", pasted=True)
-
     with console.bar("replaying") as bar:
-        proved = proof.prove(run, replay=replay, announce=announce, progress=bar.step)
+        calls = {"announce": lambda command: console.note(f"replays: {command}", pasted=True)}
+        proved = proof.prove(run, replay=replay, progress=bar.step, **calls)
     if dry_run and proved.command:
         console.note(f"would replay: {shlex.join(proved.command)}", pasted=True)
     for note in proved.notes:

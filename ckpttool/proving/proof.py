@@ -134,17 +134,14 @@ def prove(
             notes += [plan.why] if plan.why else []
             if not replay.dry:
                 announce(shlex.join(plan.command))
-                part = differing(plan, record, progress)
-                findings += (
-                    [ProofFinding("replay", f"step {part.step}", part.message, part.step)] if part else []
-                )
+                if part := differing(plan, record, progress):
+                    findings.append(ProofFinding("replay", f"step {part.step}", part.message, part.step))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(path, f"is no record of a run: an entry is of another form ({error})") from error
-    has_ended, checkpoints = record.end is not None, tuple(whole.items())
+    record_of = len(links), links[-1].hash, record.end is not None, tuple(whole.items())
     steps = (plan.start, plan.end) if plan and replay and not replay.dry else None
     ranks, command = (plan.ranks, plan.command) if plan else (0, ())
-    found = tuple(findings), tuple(notes)
-    return Proved(len(links), links[-1].hash, has_ended, checkpoints, steps, ranks, *found, command)
+    return Proved(*record_of, steps, ranks, tuple(findings), tuple(notes), command)
 
 
 def _require_entries(path: str, links: list[Link]) -> None:

@@ -215,16 +215,12 @@ def _code_in(code: Entry, arguments: Sequence[str]) -> list[str]:
 
 def differing(plan: ReplayPlan, record: RunRecord, progress: Callable[[int, int], None]) -> Divergence | None:
     """Train again, and return where the bits differ; None if they do not."""
-    start = plan.start
-
-    def reached(step: int) -> None:
-        progress(max(step - start, 0), plan.end - start)
-
+    start, steps = plan.start, plan.end - plan.start
     with tempfile.TemporaryDirectory(prefix="ckpttool-prove-") as folder:
-        path = os.path.join(folder, "run")
-        said = os.path.join(folder, "stderr")
+        path, said = os.path.join(folder, "run"), os.path.join(folder, "stderr")
         with open(said, "w+", encoding="utf-8", errors="replace") as stderr:
-            code = _run([*plan.command, "--out", path], record.begin_of(start), stderr, path, reached)
+            command, begin = [*plan.command, "--out", path], record.begin_of(start)
+            code = _run(command, begin, stderr, path, lambda step: progress(max(step - start, 0), steps))
             stderr.seek(0)
             if code:  # its own error says why, such as samples that have changed
                 return Divergence(start, f"the replay ended with exit code {code}: {_said(stderr.read())}")
@@ -309,9 +305,8 @@ def _other_samples(run: RunRecord, again: RunRecord) -> Iterator[Divergence]:
     for step in sorted(mine.keys() & others.keys()):
         if mine[step].keys() != others[step].keys():
             index = min(mine[step].keys() ^ others[step].keys())
-            yield Divergence(
-                step, f"step {step} takes different samples: sample {index} is in only one of the two"
-            )
+            one = f"sample {index} is in only one of the two"
+            yield Divergence(step, f"step {step} takes different samples: {one}")
             return
         changed = [index for index in sorted(mine[step]) if mine[step][index] != others[step][index]]
         if changed:

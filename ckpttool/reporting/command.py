@@ -95,9 +95,11 @@ def diff_page(console: Console, *files: str, html: str | None, force: bool) -> P
     """Check the place of --html, and return what writes the page of a comparison."""
 
     def about(a: Checkpoint, b: Checkpoint, comparison: Comparison, state: str | None) -> dict[str, Any]:
-        from . import report as pages
+        from ..inspecting.summary import summarize
+        from .contents import contents, difference
 
-        return pages.about(a, {}, state, [b], comparison)
+        first = contents(a, summarize(a, state), {})
+        return {"checkpoint": first, "difference": difference(a, b, comparison, state)}
 
     return _page(console, files, html, force, about)
 

@@ -28,10 +28,9 @@ from ..core.formats.reading import File
 from ..core.formats.reading import open as open_checkpoint
 from ..core.words import finite, printable
 from ..diffing.compare import diff
-from ..diffing.compare_values import Comparison
 from ..errors import SeveralCheckpoints, Unreadable, UsageFault
 from ..inspecting.summary import summarize
-from ..inspecting.tables import BINS, CheckpointRow, Stats, checkpoint_rows, measure_all
+from ..inspecting.tables import BINS, CheckpointRow, checkpoint_rows, measure_all
 from .contents import checkpoint_row, contents, difference
 from .training import evaluation, evaluations_in, is_run, training
 
@@ -114,9 +113,10 @@ def report(
             if expect:
                 expect(first.nbytes * (values + (len(checkpoints) > 1)))
             stats = measure_all(first, bins=BINS, verify=verify, progress=progress) if values else {}
+            data["checkpoint"] = contents(first, summarize(first, state), stats)
             if len(checkpoints) > 1:
                 comparison = diff(*checkpoints, state=state, verify=verify, progress=progress)
-            data = about(first, stats, state, checkpoints[1:], comparison)
+                data["difference"] = difference(first, checkpoints[1], comparison, state)
         runs = [each.run for each in subjects if each.run is not None]
         if runs:
             data |= {"training": training(runs)}
@@ -125,20 +125,6 @@ def report(
         names = tuple(each.path for each in checkpoints)
         written = write(place, tuple(runs) or names, data, dry_run=dry_run)
     return Reported(output, written, names, tuple(runs), None if comparison is None else comparison.same)
-
-
-def about(
-    checkpoint: Checkpoint,
-    stats: Mapping[str, Stats | None],
-    state: str | None = None,
-    others: list[Checkpoint] | None = None,
-    comparison: Comparison | None = None,
-) -> dict[str, Any]:
-    """Return what a page has about a checkpoint, and about its comparison with another."""
-    data: dict[str, Any] = {"checkpoint": contents(checkpoint, summarize(checkpoint, state), stats)}
-    if others and comparison is not None:
-        data["difference"] = difference(checkpoint, others[0], comparison, state)
-    return data
 
 
 def write(

@@ -159,10 +159,8 @@ def _between(
 
 def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[int, ...], bytes]]]:
     """Return where the directory begins; of each entry where its header is, its fields and extra fields."""
-    tail = source.read(
-        max(0, source.size - zip_writer.END_OF_ZIP.size - 0xFFFF),
-        min(source.size, zip_writer.END_OF_ZIP.size + 0xFFFF),
-    )
+    size = min(source.size, zip_writer.END_OF_ZIP.size + 0xFFFF)
+    tail = source.read(source.size - size, size)
     at = tail.rfind(b"PK\x05\x06")
     size, start = zip_writer.END_OF_ZIP.unpack_from(tail, at)[5:7]
     end = source.size - len(tail) + at - zip_writer.LOCATOR64.size
@@ -414,9 +412,7 @@ def verify(
         problems += _parts(checkpoint)
         if finite:
             infinite = "of its values are NaN or infinite"
-            problems += [
-                FileProblem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()
-            ]
+            problems += [FileProblem("non-finite", n, f"{c} {infinite}") for n, c in non_finite.items()]
         compared = hint = None
         keyed: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         if against is not None:
