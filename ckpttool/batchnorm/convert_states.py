@@ -144,11 +144,6 @@ class BatchNormReport:
     recorded: Mapping[str, str] = field(default_factory=dict)
     restored: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def changes(self) -> int:
-        """The number of changes."""
-        return len(self.added) + len(self.versioned) + len(self.recorded) + len(self.restored)
-
 
 def convert(
     checkpoint: Checkpoint,
@@ -182,7 +177,7 @@ def convert(
         {path: kind for path, kind in wanted.items() if known.get(path) != kind},
         {path: kind for path, kind in known.items() if path not in wanted},
     )
-    if not report.changes:
+    if not (report.added or report.versioned or report.recorded or report.restored):
         same = "plain and synchronised BatchNorm have the same keys, and none is missing"
         records = "; --model SPEC records which layers are 1d, 2d and 3d" if to == "sync" else ""
         raise NothingToDo(f"{checkpoint.path}: {same}", hint=f"it can be loaded as it is{records}")

@@ -230,13 +230,11 @@ def _check_patterns(layers: Sequence[str], given: Mapping[str, Iterable[str]]) -
 
 
 def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None:
-    if counts is None:
-        return None
-    chosen = next((numbers for pattern, numbers in counts.items() if fits(layer, [pattern])), None)
-    if chosen is None:
+    chosen = (numbers for pattern, numbers in (counts or {}).items() if fits(layer, [pattern]))
+    if (found := next(chosen, None)) is None and counts is not None:
         reason = f"--counts: none matches the layer '{layer}'"
         raise UsageFault(reason, hint="give the last one without a pattern")
-    return chosen
+    return found
 
 
 def _check_same(
@@ -253,11 +251,11 @@ def _check_same(
     wrong = [name for name in differing if not fits(name, keep)]
     if wrong:
         more = f" (and {len(wrong) - 1} more keys)" if wrong[1:] else ""
-        raise Refused(
-            differing[wrong[0]],
-            f"'{wrong[0]}' is not as in {first}{more}: ranks of a run differ only in BatchNorm's statistics",
-            hint=f"are they of one step? to take the first file's: {_keeping(wrong)}",
+        what = (
+            f"'{wrong[0]}' is not as in {first}{more}: ranks of a run differ only in BatchNorm's statistics"
         )
+        hint = f"are they of one step? to take the first file's: {_keeping(wrong)}"
+        raise Refused(differing[wrong[0]], what, hint=hint)
     return tuple(differing)
 
 
@@ -291,11 +289,8 @@ def _pooled_layer(
     """Return the new tensors of one layer; none if all ranks have the same."""
     path = checkpoints[0].path
     names = {name: key(layer, name) for name in (MEAN, VARIANCE, COUNTER)}
-    read = {
-        name: [_values(path, at, state.tensors[at]) for state in states]
-        for name, at in names.items()
-        if at in states[0].tensors
-    }
+    there = {name: at for name, at in names.items() if at in states[0].tensors}
+    read = {name: [_values(path, at, state.tensors[at]) for state in states] for name, at in there.items()}
     sources = [state.tensors[at] for state in states for at in names.values() if at in state.tensors]
     origins = tuple(tensor.storage for tensor in sources)
     new = {}

@@ -161,9 +161,8 @@ class _Synchronised(torch.autograd.Function):
         counts, mean, variance = combine(_of_all_ranks(local, ctx.group))
         ctx.count = count = float(counts[0]) if len(counts) else 0.0
         if count == 1:
-            raise ValueError(
-                f"expected more than 1 value per channel on all ranks when training, got input {input.shape}"
-            )
+            wanted = "expected more than 1 value per channel on all ranks when training"
+            raise ValueError(f"{wanted}, got input {input.shape}")
         if count and layer.track_running_stats and layer.running_mean is not None:
             update_running(layer, mean, variance, count)
         exact = accumulator(input)
@@ -190,9 +189,8 @@ class _Synchronised(torch.autograd.Function):
                 of_mean, of_variance = (sums / ctx.count).to(mean.dtype)
                 slope = -scale * torch.rsqrt(variance + ctx.eps)
                 # What the mean and the variance pass back: linear in the normalised input.
-                to_input = direct.add_(
-                    _normalised(input, mean, variance, slope * of_variance, slope * of_mean, ctx.eps)
-                )
+                lines = slope * of_variance, slope * of_mean
+                to_input = direct.add_(_normalised(input, mean, variance, *lines, ctx.eps))
         to_weight = times_normalised.to(ctx.of_weight) if ctx.needs_input_grad[1] else None
         to_bias = summed.to(ctx.of_weight) if ctx.needs_input_grad[2] else None
         return to_input, to_weight, to_bias, None

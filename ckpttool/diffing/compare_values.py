@@ -290,11 +290,6 @@ class Change:
     index: tuple[int, ...] | None = field(default=None, metadata={"json": None})
     norms: Norms | None = field(default=None, metadata={"json": None})
 
-    @property
-    def is_of_tensor(self) -> bool:
-        """Whether it is a tensor that differs, and no other value."""
-        return self.why not in ("type", "value")
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -339,7 +334,7 @@ class Comparison:
 
     def in_words(self, a: str = "A", b: str = "B") -> str:
         """Return how much differs: `6 tensors and 1 other value changed, 1 only in A`; or `the same`."""
-        tensors = sum(change.is_of_tensor for change in self.changed)
+        tensors = sum(change.why not in ("type", "value") for change in self.changed)
         kinds = (tensors, "tensor"), (len(self.changed) - tensors, "other value" if tensors else "value")
         changed = " and ".join(counted(count, kind) for count, kind in kinds if count)
         only = [f"{len(names)} only in {n}" for names, n in ((self.only_a, a), (self.only_b, b)) if names]

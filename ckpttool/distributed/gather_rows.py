@@ -101,8 +101,7 @@ def _describe(
 
 
 def _check_once(places: list[NDArray[Any]], samples: int) -> None:
-    said = faults({f"rank {number}": place for number, place in enumerate(places)}, samples)
-    if said:
+    if said := faults({f"rank {number}": place for number, place in enumerate(places)}, samples):
         raise CheckFailed("; ".join(said), hint="deal every sample to one rank: no padding, no repeats")
 
 

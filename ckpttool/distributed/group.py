@@ -180,7 +180,7 @@ def agree_on_attempt(store: Store, place: Place, timeout: float) -> str:
                 _require_one_backend(store, name, [number.partition(":")[0] for number in numbers], rank)
                 return name
         time.sleep(POLL)
-    raise _late(_absent(store, name, world_size), rank, timeout)
+    raise _late(store, name, place, timeout)
 
 
 def _require_one_backend(store: Store, name: str, backends: list[str], rank: int) -> None:
@@ -197,13 +197,10 @@ def _require_one_backend(store: Store, name: str, backends: list[str], rank: int
     raise RanksDiffer(f"ranks can't meet: {what}", hint=hint)
 
 
-def _absent(store: Store, name: str, world_size: int) -> list[int]:
-    """Return the ranks that have joined neither the list nor this attempt."""
+def _late(store: Store, name: str, place: Place, timeout: float) -> CheckFailed:
+    """Return the error that names the ranks that have joined neither the list nor this attempt."""
     key = f"{name}/rank" if name else "ckpttool/rank"
-    return [rank for rank in range(world_size) if not store.check([f"{key}/{rank}"])] or [0]
-
-
-def _late(ranks: list[int], rank: int, timeout: float) -> CheckFailed:
+    ranks = [rank for rank in range(place.world_size) if not store.check([f"{key}/{rank}"])] or [0]
     shown = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
     who = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
     hint = "it died, or is still loading its data: then give a longer --join-timeout"
@@ -212,7 +209,7 @@ def _late(ranks: list[int], rank: int, timeout: float) -> CheckFailed:
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and is_shared:
         hint += "; so that machines can be replaced, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    return CheckFailed(f"rank {rank}: {who} not joined within {timeout:g} s", hint=hint)
+    return CheckFailed(f"rank {place.rank}: {who} not joined within {timeout:g} s", hint=hint)
 
 
 def _list_ranks(store: Store, world_size: int) -> None:

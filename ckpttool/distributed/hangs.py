@@ -67,11 +67,6 @@ class Verdict:
     ranks: Sequence[int]  # those to blame; none in a deadlock
     lines: Sequence[str]  # for the user
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the ranks can't come back, so that nobody needs to wait for the timeout."""
-        return self.kind in ("failed", "gone", "told")
-
 
 # ---- judging -------------------------------------------------------------------------------------------
 

@@ -179,8 +179,8 @@ class Pulse:
                 return  # the block has ended while this thread was late: nothing is left to judge
             if verdict is None:
                 self._warn(ranks)
-            # What a dead rank said last may be on its way, and this one may have work left that is of use.
-            elif not verdict.is_final or self.own.beat.idle >= PATIENCE:
+            # A dead rank's last words may be on their way, and this rank may have useful work left.
+            elif verdict.kind not in ("failed", "gone", "told") or self.own.beat.idle >= PATIENCE:
                 self._leave(self._agreed(verdict))
 
     def _warn(self, ranks: list[Seen]) -> None:

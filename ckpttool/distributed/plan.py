@@ -392,11 +392,10 @@ def check(plan: Plan, world_size: int, called: Callable[[str], str] = str) -> No
         _check_weights(plan, world_size, weights, called, field)
     elif plan.sampler != "exact" and plan.batch_size % world_size:
         lower = plan.batch_size - plan.batch_size % world_size
-        raise UsageFault(
-            f"{called('batch_size')} {plan.batch_size}: does not divide by {world_size} ranks, and "
-            f"{called('sampler')} {plan.sampler} gives each the same number",
-            hint=f"give {f'{lower} or ' * (lower > 0)}{lower + world_size}, or {called('sampler')} exact",
-        )
+        given = f"{called('batch_size')} {plan.batch_size}: does not divide by {world_size} ranks"
+        reason = f"{given}, and {called('sampler')} {plan.sampler} gives each the same number"
+        sizes = f"{lower} or {lower + world_size}" if lower else str(world_size)
+        raise UsageFault(reason, hint=f"give {sizes}, or {called('sampler')} exact")
     _check_nobody_idle(plan, plan.weights(world_size), called, field)
 
 
@@ -461,8 +460,5 @@ def _places(size: int, weights: tuple[int, ...]) -> tuple[Sequence[int], ...]:
 
 def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> dict[int, range]:
     """Return this rank's batches of a test set, by their number."""
-    count = -(-samples // batch_size)
-    return {
-        number: range(number * batch_size, min((number + 1) * batch_size, samples))
-        for number in range(rank, count, world_size)
-    }
+    starts = range(rank * batch_size, samples, world_size * batch_size)
+    return {start // batch_size: range(start, min(start + batch_size, samples)) for start in starts}

@@ -58,7 +58,11 @@ def mapped(
     if movable is not None and callable(getattr(value, "to", None)) and not isinstance(value, type):
         return movable(value)
     if isinstance(value, Mapping):
-        return _like(value, {key: mapped(item, change, movable, kinds) for key, item in value.items()})
+        made = {key: mapped(item, change, movable, kinds) for key, item in value.items()}
+        try:  # a mapping's own type, if it is made from a dict, as transformers' outputs are
+            return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
+        except TypeError:
+            return made
     if isinstance(value, list | tuple):
         items = [mapped(item, change, movable, kinds) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -75,16 +79,6 @@ def moved(batch: Any, device: torch.device | str) -> Any:
     What else has a method `to`, such as torch's PackedSequence or a batch of graphs, moves itself.
     """
     return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda own: own.to(device))
-
-
-def _like(mapping: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    """Return a dict as a mapping's own type if that can be made from one, as transformers' outputs can."""
-    if type(mapping) is dict:
-        return made
-    try:
-        return type(mapping)(made)  # type: ignore[call-arg]
-    except TypeError:
-        return made
 
 
 # ---- Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports

@@ -141,9 +141,9 @@ def _training(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
             yield "", f"{len(lines) - most} more groups: --json shows them"
     for scheduler in summary.schedulers:
         rate = scheduler.last_lr
-        rates = ", ".join(map(str, rate)) if isinstance(rate, list | tuple) else rate
+        rates = rate if isinstance(rate, list | tuple) else [rate]
         last = "" if scheduler.last_epoch is None else f", at {scheduler.last_epoch}"
-        now = "" if rates is None else f", lr {rates}"
+        now = "" if rate is None else f", lr {', '.join(map(str, rates))}"
         yield "scheduler", printable(f"'{scheduler.name}': {scheduler.kind}{last}{now}")
 
 

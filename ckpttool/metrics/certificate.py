@@ -124,8 +124,7 @@ def _as_tensor(path: str, values: NDArray[Any], dtype: str) -> TensorRef:
 
 
 def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[Any]:
-    tensor = tensors.get(name)
-    if tensor is None:
+    if (tensor := tensors.get(name)) is None:
         raise Unsupported(path, f"is not a prediction file: it has no '{name}'", hint=HINT)
     if tensor.dtype.name != COLUMNS[name] or len(tensor.shape) != 1:
         what = f"{tensor.dtype.name} {list(tensor.shape)}"
@@ -265,12 +264,10 @@ def _numbered(
     # Not all up to the largest: one label of 2^40 would take 24 TB. Numbers below 0 are no classes.
     classes, places = np.unique(np.concatenate([labels, predictions]), return_inverse=True)
     below_0 = int(np.searchsorted(classes, 0))
-    if len(classes) - below_0 > MAX_CLASSES:
-        raise CheckFailed(
-            f"labels and predictions are {len(classes) - below_0} different classes; at most {MAX_CLASSES} "
-            "are counted",
-            hint="are the columns in the right order? label and prediction are numbers of classes",
-        )
+    if (found := len(classes) - below_0) > MAX_CLASSES:
+        what = f"labels and predictions are {found} different classes; at most {MAX_CLASSES} are counted"
+        hint = "are the columns in the right order? label and prediction are numbers of classes"
+        raise CheckFailed(what, hint=hint)
     places = places.reshape(-1) - below_0
     return tuple(map(str, classes[below_0:].tolist())), places[: len(labels)], places[len(labels) :]
 
@@ -304,11 +301,9 @@ def _common(files: Sequence[PredictionFile]) -> Evaluation:
         for field in fields(Evaluation):
             here, there = getattr(first.evaluation, field.name), getattr(file.evaluation, field.name)
             if here != there:
-                raise CheckFailed(
-                    f"{file.path}: is of a different evaluation than {first.path}: "
-                    f"its {field.name} is {there}, not {here}",
-                    hint="give the files of one evaluation",
-                )
+                other = f"is of a different evaluation than {first.path}"
+                what = f"{file.path}: {other}: its {field.name} is {there}, not {here}"
+                raise CheckFailed(what, hint="give the files of one evaluation")
     return first.evaluation
 
 

@@ -89,8 +89,6 @@ def _certificate_place(out: str, files: tuple[str, ...], force: bool) -> OutputP
 
 def _in_words(certificate: Certificate, out: str | None) -> str:
     where = "" if out is None else f" -> {printable(out)}"
-    samples = counted(certificate.samples, "sample")
-    return (
-        f"{certificate.correct} of {samples} correct ({certificate.accuracy:.2%}), "
-        f"loss {certificate.loss:.4f}, each once in {counted(certificate.ranks, 'file')}{where}"
-    )
+    right = f"{certificate.correct} of {counted(certificate.samples, 'sample')} correct"
+    once = f"each once in {counted(certificate.ranks, 'file')}{where}"
+    return f"{right} ({certificate.accuracy:.2%}), loss {certificate.loss:.4f}, {once}"

@@ -130,8 +130,7 @@ def _change(change: Change) -> dict[str, Any]:
     fields: dict[str, Any] = {"name": printable(change.name), "why": change.why, "text": detailed(change)}
     kinds = dict.fromkeys((change.a, change.b))
     if norms is not None:
-        fields |= {"relative": norms.relative, "cosine": norms.cosine}
-        fields |= {"kind": printable(" -> ".join(kinds))}
+        fields |= {"relative": norms.relative, "cosine": norms.cosine, "kind": printable(" -> ".join(kinds))}
     if distance is not None:
         fields |= {"most": distance.max_abs, "differ": distance.differ, "of": distance.of}
         fields |= {"nans": distance.nans} if distance.nans else {}

@@ -113,8 +113,7 @@ def _value(value: Any) -> str:
 def _of_class(row: Any) -> list[Any]:
     """Return the name of a class and its figures, those that are numbers."""
     row = row if isinstance(row, dict) else {}
-    names = ("samples", "predicted", "correct", "precision", "recall", "f1")
-    values = [row.get(name) for name in names]
+    values = [row.get(name) for name in ("samples", "predicted", "correct", "precision", "recall", "f1")]
     numbers = [value if isinstance(value, int | float) and abs(value) < 2**53 else None for value in values]
     return [printable(str(row.get("class", "?"))), *numbers]
 

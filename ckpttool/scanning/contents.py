@@ -76,8 +76,7 @@ class Contents:
         head = place.part(0, min(HEAD, place.nbytes)).read()
         if safetensors.sniff(head):  # it begins with the size of its header, which may look like anything
             part = part._replace(is_sure=False)
-        closed = next((what for begin, what in CLOSED if head.startswith(begin)), None)
-        if closed:
+        if closed := next((what for begin, what in CLOSED if head.startswith(begin)), None):
             raise Unsupported(self.source.path, closed)
         if head.startswith(unpacking.BEGINS):
             self._zips(part)
@@ -177,7 +176,7 @@ class Contents:
             if piece.method == STORED:
                 self.look(inner)
             elif piece.method in unpacking.METHODS:
-                doubted = FilePart(part.place, part.where, is_sure=False)
+                doubted = part._replace(is_sure=False)
                 self._unpack(doubted, piece.name, unpacking.METHODS[piece.method], piece.data)
 
     def _tar(self, part: FilePart) -> None:

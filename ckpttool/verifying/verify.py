@@ -86,12 +86,9 @@ def digest(
 # A descriptor behind a record by its size: signature, CRC-32, bytes in the file, bytes once inflated
 DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
 
-DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
-
-# Bytes of a directory entry that nothing determines: version made by, internal and external attributes
-FREE_IN_ENTRY = 8
-
-FREE_AT_END = 4  # Bytes of a ZIP64 end record that nothing determines: its two versions
+# Bytes that nothing determines: of an entry of the directory its version made by, its internal and external
+# attributes; of a ZIP64 end record its two versions
+FREE_IN_ENTRY, FREE_AT_END = 8, 4
 
 
 def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
@@ -128,7 +125,7 @@ def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
         gap = end - record.data.offset - record.data.nbytes
         descriptor = DESCRIPTORS.get(gap)
         if fields[3] & zip_writer.DESCRIPTOR and descriptor:
-            if descriptor.unpack(after) != (DESCRIPTOR_SIGNATURE, fields[7], record.data.nbytes, record.size):
+            if descriptor.unpack(after) != (b"PK\x07\x08", fields[7], record.data.nbytes, record.size):
                 faults.append((record.name, "the descriptor behind it does not fit it"))
         else:
             free["between records"] += gap

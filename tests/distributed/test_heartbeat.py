@@ -392,14 +392,14 @@ def test_a_slow_loader_is_named_in_a_warning_and_its_end_too(cases: Cases) -> No
 
 STARVED = """
 import os, subprocess, sys, time
-from ckpttool.distributed import processes
+from ckpttool.distributed import observer
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-before, end = processes.work()[0], time.monotonic() + 1
+before, end = observer.work_done()[0], time.monotonic() + 1
 while time.monotonic() < end:
     pass
-print(processes.work()[0] - before)
+print(observer.work_done()[0] - before)
 rival.kill()
 rival.wait()
 """
