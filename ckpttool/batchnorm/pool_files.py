@@ -1,4 +1,4 @@
-"""Running statistics of several ranks pooled: the arithmetic, for arrays of any library.
+"""Running statistics of several ranks pooled: arrays of any library, or files. Imports numpy when called.
 
 Under plain BatchNorm each rank keeps the statistics of its own samples. Those of all samples in a batch
 follow from them and their counts (Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm
@@ -143,7 +143,7 @@ def _double(value: Any) -> Any:
     return value.astype("float64") if hasattr(value, "astype") else float(value)
 
 
-# ---- Several ranks' checkpoints pooled into one, with all ranks' statistics. Imports numpy when called.
+# ---- Checkpoints
 
 
 MAX_NAMED = 8  # keys that a hint lists, each with its flag

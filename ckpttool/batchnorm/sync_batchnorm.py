@@ -233,12 +233,11 @@ def _local_gradients(
     return summed, times_normalised, direct
 
 
-# ---- Live BatchNorm layers converted to synchronised ones and back. Imports torch.
+# ---- Live layers converted to synchronised ones and back
 #
-# torch converts in one direction, by `SyncBatchNorm.convert_sync_batchnorm`, but not back
-# (pytorch#41081). Here a layer stays the same object and changes only its class, as torch's lazy modules
-# do: parameters, hooks, flags and all references to the layer stay as they are, and the way back is
-# exact.
+# torch's `SyncBatchNorm.convert_sync_batchnorm` has no way back (pytorch#41081). Here a layer stays the same
+# object and changes only its class, as torch's lazy modules do. Parameters, hooks, flags and all references
+# to the layer stay as they are, and the way back is exact.
 
 
 M = TypeVar("M", bound=nn.Module)

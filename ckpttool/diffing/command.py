@@ -1,4 +1,4 @@
-"""The page of `ckpttool diff`: a row per tensor while they are few, else per module."""
+"""The command `ckpttool diff`, and its page: a row per tensor while they are few, else per module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .compare_values import Change, Comparison
 
 HEADER = ("differ", "relative", "cosine", "largest")
-LEAST = 16  # columns of a name, before figures give way to it
+LEAST = 16  # columns that a name keeps; figures give way first
 COLOURS = {"~": "yellow", "-": "red", "+": "green"}
 
 
@@ -52,9 +52,7 @@ def _sorted(rows: list[DiffRow], sort: str | None) -> list[DiffRow]:
 
 
 def _table(rows: list[DiffRow], width: int | None) -> Iterator[str]:
-    """Yield the header, if a row has numbers, and the rows: names give way to the width, then figures, which
-    are named then.
-    """
+    """Yield the rows, below a header if a row has numbers. Too wide, names are cut, then figures left out."""
     cells = [HEADER, *(row.cells for row in rows if row.cells)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     names = [printable(row.name) for row in rows]

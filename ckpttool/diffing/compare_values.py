@@ -1,9 +1,7 @@
-"""The values of two files' tensors, read in step: how far apart they are, and their norms.
+"""The values of two files' tensors, read in step: how far apart they are, their norms, and the outcome.
 
-They are compared as bytes first, as numbers only where the bytes differ.
-
-Tensors that are plain bytes in both files are compared in pieces, on several cores; memory holds a few
-pieces.
+Values are compared as bytes first, and as numbers only where the bytes differ. Tensors that are plain bytes
+in both files are compared in pieces, on several cores; memory holds a few pieces.
 """
 
 from __future__ import annotations
@@ -267,7 +265,7 @@ def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
     return found if finite.all() else _sums(a[finite], b[finite])
 
 
-# ---- The outcome of a comparison: which names only one file has, and what differs under a name of both.
+# ---- The outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which names and plain values of two files count as the same."""
+"""Which names and values of two files count as the same, and how far apart their numbers are."""
 
 from __future__ import annotations
 
@@ -189,10 +189,10 @@ def _named_entries(container: object) -> Iterator[tuple[str, object]]:
             yield from ((key, item) for key, item in _named_entries(value) if is_object or key != "_metadata")
 
 
-# ---- The distance between the numbers of two tensors. Imports numpy when it is called.
+# ---- The distance between two tensors' numbers
 #
-# Floats are compared as float64, which holds each of them; integers exactly, with floats too; complex
-# numbers by the magnitude of their difference.
+# Floats are compared as float64, which holds each of them. Integers are compared exactly, also with floats,
+# complex numbers by the magnitude of their difference.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""Digests of values, which ranks compare in their place: nothing is sent. Imports torch."""
+"""What the ranks of a process group do together: decide, broadcast, sum, compare, fail. Imports torch.
+
+Every function is a collective: all ranks call it, in the same order. Only digests and `report_once` send
+nothing. Without a process group there is one rank. Tensors travel as bytes, so any dtype works over gloo and
+over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ def digest(value: Any) -> bytes:
     Raises:
         TypeError: a tensor is sparse, quantized or on the meta device.
     """
-    # torch may be installed without numpy; where that was not imported, nobody has an array.
+    # torch may be installed without numpy. Arrays exist only once numpy was imported.
     array: Any = sys.modules["numpy"].ndarray if "numpy" in sys.modules else torch.Tensor
     if isinstance(value, torch.Tensor):
         data = transport.as_bytes(value).cpu()
@@ -68,20 +73,12 @@ def combined(digests: Mapping[str, bytes]) -> bytes:
     return sha256.digest()
 
 
-# ---- What the ranks of a process group do together: decide, broadcast, sum, compare, fail. Imports
-# torch.
-#
-# Every function is a collective: all ranks call it, in the same order. Only `report_once` sends nothing,
-# and what is of `digests`. Without a process group there is one rank. Tensors travel as bytes, so any
-# dtype works (bool, bfloat16, complex64, ...), over gloo and over NCCL.
-
-
 T = TypeVar("T")
 
 LENGTH = struct.Struct("<q")
 NUMBER_AND_DIGEST = struct.Struct("<q32s")
 
-# Bytes from which on a message is sent.
+# A message is sent before it grows beyond this many bytes.
 MESSAGE = 1 << 24
 
 
@@ -93,7 +90,7 @@ class RankLost(RankFailed, kind="rank-lost"):
     """Another rank is gone or does not answer; `watch` has written which one to stderr."""
 
 
-# ---- one rank for all ----------------------------------------------------------------------------------
+# ---- One rank for all
 
 
 def from_rank_zero(fn: Callable[[], T]) -> T:
@@ -168,7 +165,7 @@ def _broadcast_together(tensors: list[torch.Tensor]) -> None:
             tensor.copy_(even.view(tensor.dtype).view(tensor.shape))
 
 
-# ---- all ranks for all ---------------------------------------------------------------------------------
+# ---- All ranks for all
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
@@ -214,7 +211,7 @@ def gather(value: T) -> list[T]:
     return [pickle.loads(value[:length]) for value, length in zip(padded, lengths, strict=True)]
 
 
-# ---- failing -------------------------------------------------------------------------------------------
+# ---- Failing
 
 
 @contextlib.contextmanager
@@ -285,7 +282,7 @@ def _rank_failed(source: int, error: Exception) -> RankFailed:
     return failed
 
 
-# ---- comparing -----------------------------------------------------------------------------------------
+# ---- Comparing
 
 
 def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = None) -> str:

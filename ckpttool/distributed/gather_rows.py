@@ -1,4 +1,9 @@
-"""Rows of all ranks joined by sample, each exactly once. Imports torch."""
+"""Rows of all ranks joined by sample, each exactly once. Imports torch.
+
+Two small messages per rank say what it has, and that it has memory for all rows. Then rows travel as bytes,
+all columns of a rank in one message, in rounds of bounded size. So any dtype can be gathered, nothing is
+pickled, and NCCL sends from the GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,6 @@ from ..core.lazy import NDArray
 from ..errors import CheckFailed
 from . import collectives, transport
 from .exactly_once import faults
-
-#
-# Two small messages per rank say what it has, and that it has memory for all rows. Then rows travel as
-# bytes, all columns of a rank in one message, in rounds of bounded size. So any dtype can be gathered,
-# nothing is pickled, and NCCL sends what lies on the GPU from there.
-
 
 # Bytes of all ranks' rows in flight at a time. More than that leaves the cache and takes longer per byte.
 PIECE = 8 << 20
@@ -56,7 +55,7 @@ def gather(
     )
     ends = [0, *accumulate(counts)]
     with collectives.fail_together():  # one rank may be short of memory
-        # If the numbers of rows don't add up, there is nothing to join, and `samples` may be any number.
+        # If the numbers of rows don't add up, nothing is joined; `samples` may then be any number.
         joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
         places = torch.empty(ends[-1], dtype=torch.int64)
     for rank, start, rows in _pieces([index, *columns.values()], counts, piece):
@@ -122,7 +121,7 @@ class _Column:
         return self.rows.reshape(-1).view(self.dtype).reshape(self.shape)
 
 
-# ---- messages ------------------------------------------------------------------------------------------
+# ---- Messages
 
 
 def _row_bytes(column: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
-"""Which rank hangs, judged from what each says of itself, and how to report it. Needs no torch.
+"""The verdict on which rank hangs, judged from what each says of itself, and its words. Needs no torch.
 
-Ranks wait for one another in collectives: when one stops, soon all stand still, and the question is which of
-them the others wait for. `heartbeat.py` collects what is judged.
+Ranks wait for one another in collectives. When one stops, all soon stand still; the question is which one the
+others wait for. `heartbeat.py` collects the facts.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Verdict:
     lines: Sequence[str]  # for the user
 
 
-# ---- judging -------------------------------------------------------------------------------------------
+# ---- Judging
 
 
 def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
-    """Return who keeps the others from going on; None if nobody does, or it is too early to tell."""
+    """Return who keeps the others waiting; None if no rank does, or it is too early to tell."""
     if (dead := _dead(ranks)) is not None:
         return dead
     inside = [seen for seen in ranks if not seen.beat.end]
@@ -81,7 +81,7 @@ def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
         silent = [seen for seen in silent if seen.process in STOPPED] or silent
         return _verdict("stopped" if silent[0].process in STOPPED else "silent", silent, inside)
     if not inside or min(seen.beat.age for seen in inside) < timeout / 2:
-        return None  # somebody goes on
+        return None  # a rank makes progress
     kind, blamed = _blamed(ranks)
     accused = [seen for seen in blamed if not seen.beat.end] or inside
     return None if min(seen.beat.idle for seen in accused) < timeout else _verdict(kind, blamed, inside)
@@ -143,7 +143,7 @@ def _blamed(ranks: Sequence[Seen]) -> tuple[str, list[Seen]]:
 
 
 def _behind(inside: Sequence[Seen]) -> list[Seen]:
-    """Return the ranks in the earliest step, and of these the ones in the earliest phase; none of equals."""
+    """Return the ranks in the earliest phase of the earliest step; none if all are there."""
     phases = list(dict.fromkeys(name for seen in inside for name in seen.beat.counts))
 
     def place(seen: Seen) -> tuple[int, int]:
@@ -154,7 +154,7 @@ def _behind(inside: Sequence[Seen]) -> list[Seen]:
     return behind if len(behind) < len(inside) else []
 
 
-# ---- wording ---------------------------------------------------------------------------------------------
+# ---- Wording
 
 
 def no_store(own: Seen, seconds: float) -> Verdict:

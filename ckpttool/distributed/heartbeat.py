@@ -1,9 +1,9 @@
-"""A heartbeat of each rank, which says who hangs and ends the job. Imports torch where it is used.
+"""A heartbeat of each rank: it names the rank that hangs, and ends the job. Imports torch where it is used.
 
-Of a rank's two threads one exchanges beats through the store of the process group, over its own connection,
-since a client of a TCPStore waits in one call at a time. The other judges (`hangs.py`), because a call to a
-store whose machine has stopped never returns. Neither needs the main thread, so a rank that hangs still says
-where; one that is stopped or killed does not, which tells them apart.
+A rank has two threads. One exchanges beats through the store of the process group. It has its own connection,
+since a client of a TCPStore waits in one call at a time. The other thread judges (`hangs.py`), because a call
+to a store on a stopped machine never returns. Neither needs the main thread, so a rank that hangs still says
+where. A rank that is stopped or killed says nothing; that tells the two apart.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Pulse:
         if not any(thread.is_alive() for thread in self.threads):
             self.own.close()
 
-    # ---- exchanging --------------------------------------------------------------------------------
+    # ---- exchanging
 
     def _exchange(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone: what that means, the judge says
+        with contextlib.suppress(RuntimeError):  # the store has gone; the judging thread finds out why
             while not self.over.wait(self.interval):
                 self._send()
                 self._receive(self.store)
@@ -165,7 +165,7 @@ class Pulse:
             return None
         return observer.state(about["pid"], about["began"])
 
-    # ---- judging -----------------------------------------------------------------------------------
+    # ---- judging
 
     def _judge(self) -> None:
         while not self.over.wait(self.interval):
@@ -198,7 +198,7 @@ class Pulse:
             _say("warning", self.rank, lines)
 
     def explain(self, *, timed_out: bool) -> str:
-        """Return which rank was lost, after a collective has failed, and write it; empty if nobody knows."""
+        """Write and return which rank was lost, after a collective has failed; empty if that is unknown."""
         # Written at once, since the launcher ends this process as soon as it sees the other one dead.
         for _ in range(5):
             with contextlib.suppress(RuntimeError):
@@ -214,7 +214,7 @@ class Pulse:
             time.sleep(self.interval)
         return ""
 
-    # ---- ending ------------------------------------------------------------------------------------
+    # ---- ending
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Return what all ranks say: of several verdicts at once, the first one."""
@@ -269,7 +269,7 @@ def _dumped(about: dict[str, Any]) -> str:
     return ""
 
 
-# What is in force; without a `watch` block, something that nobody looks at.
+# The watch in force; without a `watch` block, one that no thread looks at.
 _current = Watch(0.0)
 _pulse: Pulse | None = None
 

@@ -1,4 +1,4 @@
-"""What Linux tells about processes, and how a rank ends with the process that started it."""
+"""What a rank is doing, told by the thread that trains and observed by another, and what Linux says of it."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
-    # Any other error is one: a process that can't be looked at has not ended.
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    # Other errors are raised: a process that can't be looked at has not ended.
     return _text(f"/proc/{pid}/stat", (FileNotFoundError, ProcessLookupError)).rpartition(")")[2].split()
 
 
@@ -146,7 +146,7 @@ def _text(path: str, absent: tuple[type[OSError], ...] = (OSError,)) -> str:
     return ""
 
 
-# ---- What a rank is doing: told by the thread that trains, observed by another one. Needs no torch.
+# ---- What a rank is doing
 
 
 T = TypeVar("T")

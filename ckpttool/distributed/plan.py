@@ -1,4 +1,13 @@
-"""What Python's shuffle makes of a range, as an array and ten times as fast. Imports numpy when called."""
+"""The plan of a training run: which rank takes which sample, at which step. Imports numpy when called.
+
+Pure arithmetic, so every rank knows the plan without communication. An epoch is an order of the sample
+indices that depends on (seed, epoch) alone. It is cut into global batches, and each is dealt to the ranks by
+their weights. So the steps take the same samples on any number of ranks, and a run can resume at any step on
+other ranks.
+
+`DistributedSampler` repeats or drops samples to make all shares equal; `sampler="torch"` is its order, cut
+and dealt in the same way. torch is imported only for that.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ..core.lazy import NDArray, np
 from ..core.words import counted
 from ..errors import UsageFault
+
+# ---- Python's shuffle of a range, as an array and ten times as fast
+
 
 FEW, MANY_WORDS = 2_000, 2**31  # outside these the plain loop: it is short, or each draw takes two words
 WORDS = 8.0  # times the square root of what is left; of larger chunks too many swaps meet
@@ -105,7 +117,7 @@ def _swap(order: NDArray[Any], targets: NDArray[Any], marks: NDArray[Any]) -> No
         cells[place], cells[other] = cells[other], cells[place]
 
 
-# ---- Orders of samples that are computed where they are asked for, so that 10^9 samples take no memory.
+# ---- Orders that are computed where they are used: 10^9 samples take no memory
 
 
 ROUNDS = 8
@@ -176,15 +188,7 @@ def _mixed(values: NDArray[Any], key: int) -> NDArray[Any]:
     return last
 
 
-# ---- The plan of a training run: which rank takes which sample, at which step.
-#
-# Pure arithmetic, so every rank knows the plan without communication. An epoch is an order of the sample
-# indices that depends on (seed, epoch) alone, cut into global batches, each dealt to the ranks by their
-# weights. So the steps take the same samples on any number of ranks, and a run can resume at any step on
-# other ranks.
-#
-# `DistributedSampler` repeats or drops samples to make all shares equal; `sampler="torch"` is its order,
-# cut and dealt in the same way. torch is imported only for that.
+# ---- The plan
 
 
 if TYPE_CHECKING:

@@ -31,9 +31,8 @@ class Drawn:
 class DealtBatches(Sampler[list[int]]):
     """This rank's part of each global batch of an epoch; a `batch_sampler` for DataLoader."""
 
-    # All ranks take the same number of steps, unless a global batch has fewer samples than there are ranks:
-    # such a step is refused, or with `uneven` left out on the ranks without a sample, for which `Uneven`
-    # waits.
+    # All ranks take the same number of steps, unless a global batch has fewer samples than there are ranks.
+    # Such a step is refused. With `uneven`, ranks without a sample leave it out, and `Uneven` waits for them.
 
     def __init__(
         self, draw: Callable[[int], Drawn], weights: tuple[int, ...], rank: int, uneven: bool, compared: bool

@@ -1,4 +1,8 @@
-"""Tensors in nested batches: tuples, lists, mappings and dataclasses of them. Imports torch."""
+"""Tensors from rank to rank as bytes, and tensors in nested values and in parts. Imports torch.
+
+Every function that sends is a collective. Without a process group there is one rank, and nothing is sent.
+NCCL carries only what lies on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -81,11 +85,7 @@ def moved(batch: Any, device: torch.device | str) -> Any:
     return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda own: own.to(device))
 
 
-# ---- Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports
-# torch.
-#
-# Every function that sends is a collective. Without a process group there is one rank, and nothing is
-# sent.
+# ---- The ranks
 
 
 def rank() -> int:
@@ -113,7 +113,7 @@ def _has_group() -> bool:
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# ---- sending -------------------------------------------------------------------------------------------
+# ---- Sending
 
 
 def gather_bytes(message: bytes) -> list[bytes]:
@@ -154,7 +154,7 @@ def begin_broadcast(data: torch.Tensor, source: int) -> dist.Work:
     return work
 
 
-# ---- tensors and values as bytes -----------------------------------------------------------------------
+# ---- Tensors and values as bytes
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class ReceivingTensors(pickle.Unpickler):
         return data.cpu().view(dtype).reshape(shape)
 
 
-# ---- Tensors of which each rank has a part, as of FSDP2: put together, and divided again. Imports torch.
+# ---- Tensors divided among ranks, as by FSDP2: put together, and divided again
 
 
 def whole(state: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Passes that leave no trace: of a rank without samples, or before the first step. Imports torch."""
+"""Exact steps of ranks with different numbers of samples, and passes that leave no trace. Imports torch."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
         parameter.grad = None
 
 
-# ---- Exact steps of ranks that have different numbers of batches, of different sizes. Imports torch.
+# ---- Exact steps of ranks with different batches
 
 
 Batch = TypeVar("Batch")

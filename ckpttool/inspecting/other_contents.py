@@ -19,9 +19,8 @@ from ..core.inert_pickle.values import MAX_DEPTH, Global, Record, in_brief, tens
 from ..core.tensors.ref import DTYPES, TensorRef
 from ..core.words import counted
 
-MAX_ITEMS = 16  # The most plain values that a list shows
-
-MAX_OPTIMIZERS = 16  # The most entries of a list that are searched for optimizers
+MAX_ITEMS = 16  # plain values that a list shows, at most
+MAX_OPTIMIZERS = 16  # entries of a list that are searched for optimizers, at most
 
 # Names in a parameter's state, names in a group, and the optimizer that has them; the first match counts.
 # Sources: torch/optim/*.py; the code of the papers for Lion and LAMB.

@@ -1,6 +1,6 @@
-"""log.jsonl, the log of a training run, as it is read: its entries, and its curves over the epochs.
+"""The log of a training run, log.jsonl, read: its entries, and its curves over the epochs.
 
-One JSON object on each line, written by the trainer (train/log/step_log.py).
+The trainer writes one JSON object per line (train/log/step_log.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-# ---- the log as curves over the epochs of the training ------------------------------------------------
+# ---- Curves over the epochs
 
 # (epochs, value), in the order of the training; a value is NaN where the log has null.
 Points = list[tuple[float, float]]
@@ -74,9 +74,9 @@ TITLES = {
     "mae": "Mean absolute error",
     "r2": "R²",
 }
-MAX_SCORES = 6  # panels of scores, beyond which a picture could not be read
-LARGEST = 1e150  # beyond it, the span of an axis is no finite number
-MAX_NAME = 44  # characters of a run's name, beyond which its middle is left out
+MAX_SCORES = 6  # panels of scores; a picture with more could not be read
+LARGEST = 1e150  # the span of an axis with larger values would not be finite
+MAX_NAME = 44  # characters of a run's name; a longer one loses its middle
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The facts of a summary, as labels and sentences: the same in a terminal, a notebook and a page."""
+"""The contents of a checkpoint in short, and its facts as labels and sentences; no values are loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALLS = "calls"  # the label of what torch.load would call without weights_only
 
 
 def facts_of(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield label and text of each fact, fit to be shown; one without a label goes on from the one before.
+    """Yield the label and the text of each fact; a fact without a label continues the one before.
 
     With `everything`, every name is shown instead of the first few.
     """
@@ -54,7 +54,7 @@ def facts_of(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
         yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
     if summary.unread:
         yield "not read", show_names(summary.unread, most)
-    # All of them: what is left out here may be what matters.
+    # All calls are shown: a call that is left out may be the one that matters.
     yield from ((CALLS, f"{printable(call)} (kept inert, never made)") for call in summary.calls)
     if summary.running:
         yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
@@ -171,7 +171,7 @@ def value_in_words(row: OtherRow) -> str:
     return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
 
 
-# ---- The contents of a checkpoint in short, for people and scripts; no values are loaded.
+# ---- The summary
 
 
 MAX_CALLS, LONG = 100, 200  # calls of known dangers that are shown, and characters of an argument

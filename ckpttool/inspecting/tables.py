@@ -1,4 +1,4 @@
-"""A histogram of values that come in blocks, in one pass and bounded memory. Imports numpy when called."""
+"""The tables of `inspect`: tensors, statistics of their values, checkpoints. Imports numpy when called."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from ..core.tensors.cast import FLOATS, carrier, reader
 from ..core.tensors.ref import INTEGERS, TensorRef
 from ..core.tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..errors import CkptToolError
+
+# ---- A histogram of values that come in blocks, in one pass and bounded memory
+
 
 FINE = 1024  # cells of the grid, at most; a bin is the sum of many
 DIGITS = 60  # bits of a cell's number: it is an int64
@@ -79,7 +82,7 @@ class Histogram:
         """Return the counts of `number` bins of equal width from the least value to the most.
 
         A value may be counted in the bin next to its own if it lies within 2 / FINE of the range of their
-        edge. Of equal values there is one bin; of none, none.
+        edge. Equal values give one bin, no values give none.
         """
         if self._exponent is None or self._counts is None:
             return (self.count,) * (self.count > 0)
@@ -91,8 +94,8 @@ class Histogram:
 
 
 def _exponent(least: float, most: float) -> int:
-    """Return the least exponent of which cells from the least to the most value are at most FINE."""
-    # Not less than what numbers the largest of them in DIGITS bits.
+    """Return the least exponent that gives at most FINE cells from the least to the most value."""
+    # The number of the largest cell must fit into DIGITS bits.
     size = math.frexp(max(-least, most))[1]
     spread = math.frexp(most / 2 - least / 2)[1]
     exponent = max(spread - 12, size - DIGITS)
@@ -105,7 +108,7 @@ def _cell(value: float, exponent: int) -> int:
     return math.floor(math.ldexp(value, -exponent)) or -(value < 0)
 
 
-# ---- The tables of `inspect`: tensors, the statistics of their values, and the checkpoints of a run.
+# ---- The tables
 
 
 BINS = 16  # of a histogram that is shown

@@ -1,9 +1,9 @@
-"""Sums of float64 without rounding, the same in any order and any parts. Imports numpy when called.
+"""The base of all metrics: exact sums that merge in any order, and checked inputs. Imports numpy when called.
 
-Every finite float64 is an integer multiple of some smallest unit, and so is its square. The sum is kept as
-that integer, in a Python int, which is as long as it has to be. Adding is exact, so order and parts don't
-matter, and the result is rounded once, when it is read. (`math.fsum` is as exact but can't be merged;
-compensated sums can be merged but are not exact.)
+Every finite float64 is an integer multiple of some smallest unit, and so is its square. A sum is kept as that
+integer, in a Python int, which is as long as it has to be. Adding is exact, so order and parts don't matter,
+and the result is rounded once, when it is read. (`math.fsum` is as exact but can't be merged; compensated
+sums can be merged but are not exact.) Only `reduce` and `gather` import torch.
 """
 
 from __future__ import annotations
@@ -127,10 +127,7 @@ def rounded(exact: Fraction) -> float:
         return math.inf if exact > 0 else -math.inf
 
 
-# ---- The base of all metrics: integers that merge by adding, over ranks too; their inputs, checked; and
-# how evaluations take them.
-#
-# Imports numpy when a metric is made, torch in `reduce` and `gather`.
+# ---- Metrics
 
 
 T = TypeVar("T")

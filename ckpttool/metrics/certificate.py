@@ -1,6 +1,7 @@
-"""Prediction files: one rank's rows of an evaluation, written and read. Imports numpy when called.
+"""Prediction files, and the certificate computed from their rows. Imports numpy when called.
 
-A prediction file is a safetensors file of columns, `index`, `prediction` and `label` as int64 [n] and `loss`
+An evaluation, and whoever checks its prediction files later, compute the certificate by the same code. A
+prediction file is a safetensors file of columns, `index`, `prediction` and `label` as int64 [n] and `loss`
 as float64 [n], with a row for each sample that the rank has scored. Its metadata says which evaluation it is
 part of.
 """
@@ -153,13 +154,10 @@ def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Ev
     return values.pop("rank", None), Evaluation(**values)
 
 
-# ---- The certificate of an evaluation: exact metrics over every sample, once. Imports numpy when called.
-#
-# An evaluation, and whoever checks its prediction files later, compute the same certificate by the same
-# code.
+# ---- The certificate
 
 
-# Classes that are counted where nothing names them: as many as the largest vocabularies have tokens.
+# The most classes without names that are counted: as many as the largest vocabularies have tokens.
 MAX_CLASSES = 1 << 18
 
 # What is stated of each class.

@@ -1,4 +1,4 @@
-"""Exact metrics of predicted classes, as counts. Imports numpy when used."""
+"""Exact metrics of predicted classes, losses, scores and numbers. Imports numpy when used."""
 
 from __future__ import annotations
 
@@ -147,8 +147,7 @@ class PerClass(Metric[tuple[ClassScore, ...]]):
         return tuple(ClassScore(*counts) for counts in self.counts.reshape(3, self.classes).T.tolist())
 
 
-# ---- Exact metrics of losses, scores, confidences and predicted numbers. Imports numpy when a metric is
-# made.
+# ---- Losses, scores, confidences and predicted numbers
 
 
 class Mean(Metric[float]):

@@ -123,7 +123,7 @@ def comparison_html(comparison: Comparison) -> str:
     return html(verdict, folded("what differs", table(head, cells), is_open=True), *end)
 
 
-# ---- HTML ---------------------------------------------------------------------------------------------
+# ---- HTML
 
 
 def element(tag: str, *children: Child, **attributes: str) -> Element:

@@ -181,7 +181,7 @@ def _subject(stack: ExitStack, file: File) -> _Subject:
         return _Subject(None, run)
 
 
-# ---- the page -----------------------------------------------------------------------------------------
+# ---- The page
 
 
 def page(title: str, data: Mapping[str, Any]) -> bytes:

@@ -129,7 +129,7 @@ def _pieces(stream: Any, rest: bytes) -> Iterator[bytes]:
             return
 
 
-# ---- several zips in a row, and such as no strict reader opens -----------------------------------------
+# ---- Several zips in a row, and zips that no strict reader opens
 
 
 class LooseRecord(NamedTuple):

@@ -114,7 +114,7 @@ def unreadable(path: str, reason: str) -> Scanned:
     return Scanned(path, UNREADABLE, problems=(ScanProblem("", reason),))
 
 
-# ---- in SARIF -----------------------------------------------------------------------------------------
+# ---- SARIF
 
 
 def as_sarif(files: Iterable[Scanned], version: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The digest of a model: docs/digest.md defines it."""
+"""Every byte of a checkpoint read: checksums, frames of zips, values that are not finite; and the digest."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def digest(
         return value
 
 
-# ---- The bytes of a zip between its records' contents: headers, padding, descriptors, directory.
+# ---- The bytes of a zip between its records: headers, padding, descriptors, directory
 #
-# The reader refuses what readers of zips would understand differently. Here the rest is compared with
-# what it should be, and what nothing determines is counted. Format: PKWARE APPNOTE 6.3; torch's padding:
+# The reader refuses what readers of zips would understand differently. Here all else is compared with what it
+# should be, and bytes that nothing determines are counted. Format: PKWARE APPNOTE 6.3; torch's padding:
 # `caffe2/serialize/inline_container.cc`.
 
 
@@ -179,7 +179,7 @@ def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[i
     return start, sorted(entries, key=lambda entry: entry[0])
 
 
-# ---- Which bytes of a checkpoint's files a checksum covers, and whether it holds for those of no tensor.
+# ---- The bytes that checksums cover, and the records of no tensor
 
 
 ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
@@ -309,8 +309,7 @@ def _stray(source: Source, record: ZipRecord) -> FileProblem:
     return FileProblem("code", f"record {record.name}", f"{what} nothing in the file refers to")
 
 
-# ---- Every byte of a checkpoint read: checksums, values that are not finite, and another file's
-# contents.
+# ---- Every byte read, and compared with another file
 
 
 PIECE = 4 << 20  # Bytes of values read as one piece; whole elements
