@@ -24,9 +24,8 @@ def _counts(text: str) -> tuple[str, tuple[int, ...]]:
     try:
         return pattern or "*", tuple(int(number) for number in numbers.split(","))
     except ValueError:
-        raise click.BadParameter(
-            f"'{text}' is not N0,N1,… or GLOB=N0,N1,… in whole numbers", param_hint="--counts"
-        ) from None
+        reason = f"'{text}' is not N0,N1,… or GLOB=N0,N1,… in whole numbers"
+        raise click.BadParameter(reason, param_hint="--counts") from None
 
 
 def _printed() -> Fields:

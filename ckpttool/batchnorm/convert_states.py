@@ -50,7 +50,7 @@ def _refused(path: str, layer: str, why: str) -> Refused:
 
 
 def fits(layer: str, patterns: Iterable[str]) -> bool:
-    """Say whether a path matches one of these shell patterns."""
+    """Return whether a path matches one of these shell patterns."""
     return any(fnmatchcase(layer, pattern) for pattern in patterns)
 
 
@@ -68,7 +68,7 @@ def _members(state: State, exclude: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
-    """Say why a layer with running statistics is not BatchNorm; None if it may be."""
+    """Return why a layer with running statistics is not BatchNorm; None if it may be."""
     there = {name: state.tensors.get(key(layer, name)) for name in names}
     mean, variance = there.get(MEAN), there.get(VARIANCE)
     if mean is None or variance is None:
@@ -195,7 +195,7 @@ def _is_old(state: State, layer: str) -> bool:
 
 
 def _versions(state: State, report: BatchNormReport, kinds: Mapping[str, str]) -> dict[object, object] | None:
-    """Return the `_metadata` after a conversion, or None for none."""
+    """Return the `_metadata` after a conversion, or None if it has none."""
     if state.versions is None and not kinds:
         return None
     old = OrderedDict_() if state.versions is None else state.versions

@@ -121,7 +121,7 @@ class _Rank(NamedTuple):
         return self.variance * ((self.values - 1) / self.values if exact else 1.0)
 
     def between(self, total: float) -> Any:
-        """Return this rank's term of the variance between ranks, which averaging over batches removes."""
+        """Return this rank's term of the variance between ranks that averaging over batches removes."""
         share = self.weight / total
         return share * (1 - share) * self.variance / self.values
 

@@ -111,7 +111,7 @@ def _state(checkpoint: Checkpoint, where: str | None) -> State | None:
 
 
 def _entries(state: State, *, likes: bool) -> dict[object, object]:
-    """Return the entries of a state that are no plain tensors: those that are tensors, or all others."""
+    """Return the entries of a state that are not plain tensors: its special tensors, or all others."""
     return {name: value for name, value in state.others.items() if (name in state.likes) is likes}
 
 
@@ -124,11 +124,11 @@ def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
     return checkpoint.format in HOLD_ALL or bool(outside_of(checkpoint, state))
 
 
-_Place = tuple[object, str] | None  # a dict, and a key in it
+_Place = tuple[object, str] | None  # a dict and a key in it
 
 
 def _place(checkpoint: Checkpoint, state: State) -> _Place:
-    """Return where a state is: what is in other places too is compared there."""
+    """Return the dict that holds a state, and its key there."""
     return (follow(checkpoint.tree, state.path[:-1]), state.path[-1]) if state.path else None
 
 
@@ -194,11 +194,11 @@ class _Comparing:
             self.pairs.append(TensorPair(name, a, b, len(self.changes)))
 
     def storages(self, side: int) -> Iterator[tuple[str, Storage]]:
-        """Yield what is read of one of the files, by the names of the tensors that use it."""
+        """Yield the storages that are read of one file, by the names of the tensors that use them."""
         return ((pair.name, (pair.a, pair.b)[side].storage) for pair in self.pairs)
 
     def trees(self, a: object, b: object, apart: tuple[_Place, _Place] = (None, None)) -> None:
-        """Compare two trees by dotted names, each pair of containers once, and not what is at `apart`."""
+        """Compare two trees by dotted names, each pair of containers once, without the places `apart`."""
         seen: set[tuple[int, int]] = set()
         left = MAX_NAMES
         stack: list[tuple[str, object, object]] = [("", a, b)]
@@ -237,7 +237,7 @@ class _Comparing:
             self.tensor(f"{name}.{part}", tensor, b.parts[part])
 
     def value(self, name: str, x: object, y: object) -> None:
-        """Compare two values of which at least one is not a container."""
+        """Compare two values; at least one is not a container."""
         a, b = _as_tensor(x), _as_tensor(y)
         if a is not None and b is not None:
             self.tensor(name, a, b)

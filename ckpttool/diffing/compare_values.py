@@ -67,7 +67,7 @@ def distances(
 
 
 def _without_equal(pairs: Iterable[TensorPair], progress: Progress | None) -> Iterator[TensorPair]:
-    """Yield pairs without small ones of equal bytes, which are read together: there may be very many."""
+    """Yield pairs, but not small ones of equal bytes. Small ones may be very many, and are read together."""
     following = iter(pairs)
     while some := [*islice(following, MOST_PIECES)]:
         tiny = {number: places for number, pair in enumerate(some) if (places := _tiny(pair))}
@@ -257,7 +257,7 @@ def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
         a, b = (each if each.ndim == 2 else np.stack([each, np.zeros_like(each)], axis=1) for each in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)
     d = a - b
-    # Not np.dot: BLAS would start threads of its own, which wait busily for each other.
+    # Not np.dot: BLAS would start its own threads, and they wait busily for each other.
     found = Norms(*(float((x * y).sum()) for x, y in ((a, a), (b, b), (d, d), (a, b))))
     if math.isfinite(found.dd):
         return found

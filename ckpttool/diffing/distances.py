@@ -21,12 +21,12 @@ from ..core.tensors.ref import INTEGERS, REAL_TYPES, DType, real_dtype
 
 WRAPPER = re.compile(rf"(^|\.)(?:{'|'.join(map(re.escape, WRAPPERS))})+")
 
-# The most modules around another that are looked for as a prefix; each costs a pass over all names
+# The most outer modules that are tried as a prefix; each costs a pass over all names
 MAX_OUTER = 16
 
 LONG = 40  # The most characters of a text that are shown
 
-Bare = Callable[[str], str]  # A rule that takes off a name the prefixes of its own file
+Bare = Callable[[str], str]  # A rule that removes the prefixes of one file from its names
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Tolerance:
 
 
 def unchanged(name: str) -> str:
-    """Return the name: the rule that takes nothing off."""
+    """Return the name: the rule that removes nothing."""
     return name
 
 
 def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
-    """Return for each of two states a rule that takes off the prefix of wrappers, or of one outer module."""
+    """Return for each of two states a rule that removes the prefix of wrappers, or of one outer module."""
     names = list(a), list(b)
     rules = [_first_one_to_one(all_, partial(WRAPPER.sub, r"\1")) for all_ in names]
     short = [{rule(name) for name in all_} for rule, all_ in zip(rules, names, strict=True)]
@@ -122,7 +122,7 @@ def in_words(value: object) -> str:
 
 
 def numbers_as_text(x: object, y: object) -> bool:
-    """Return whether a dict has as text what is a number among the keys of another."""
+    """Return whether a dict has a key as text that is a number in another dict."""
     if not (isinstance(x, dict) and isinstance(y, dict)):
         return False
     numbers = {key for key in y if isinstance(key, int)}
@@ -149,7 +149,7 @@ def kind_of(value: object) -> str:
 
 
 def keys_apart(x: object, y: object) -> Iterator[tuple[str, object, object]]:
-    """Yield the keys that names don't tell whole, such as numbers of NumPy, in pairs that may differ."""
+    """Yield the keys that dotted names can't hold whole, such as NumPy numbers, in pairs that differ."""
     for one, other in zip(_untold(x), _untold(y), strict=False):  # another count shows in the names
         if one != other:
             yield f"{in_brief(one)} (key)", one, other

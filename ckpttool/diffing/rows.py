@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .compare_values import Change, Comparison
     from .distances import Distance
 
-ROWS = 40  # How many rows there are before modules are told instead of tensors
-FEW = 8  # With fewer modules than these, the most different ones of the level below tell more
+ROWS = 40  # The most rows of tensors; of more, modules are shown
+FEW = 8  # With fewer modules, the most different ones of the level below tell more
 
 TENSOR = re.compile(r"(?P<dtype>\w+) (?P<shape>\[[\d, ]*\])")  # a plain tensor, as a `Change` has it
 
@@ -47,8 +47,8 @@ def rows_of(items: list[Item]) -> list[DiffRow]:
     """Return a row for each item while they are at most ROWS, else for each module."""
     if len(items) <= ROWS:
         return [_row(item) for item in items]
-    # Modules are told apart by as many parts of their names as make at most ROWS rows; or by one more part,
-    # if that would make fewer than FEW.
+    # Modules are named by as many parts as make at most ROWS rows, or by one more part if that would make
+    # fewer than FEW.
     deepest = max(name.count(".") for _, name, _ in items)
     finer, chosen = [[item] for item in items], deepest
     for depth in range(deepest, 0, -1):
@@ -98,7 +98,7 @@ def _group(items: list[Item], shared: dict[str, list[str]], depth: int) -> DiffR
 
 
 def _measured(mark: str, name: str, changes: list[Change]) -> DiffRow:
-    """Return the row of tensors as if they were joined, without counters, which would outweigh weights."""
+    """Return the row of tensors as if they were joined, without counters: they would outweigh weights."""
     floats = [change for change in changes if not change.a.startswith(("int", "uint", "bool"))] or changes
     total = sum((change.norms for change in floats if change.norms is not None), Norms())
     apart = [change.distance for change in changes if change.distance is not None]
@@ -117,7 +117,7 @@ def _measured(mark: str, name: str, changes: list[Change]) -> DiffRow:
 
 
 def relative(change: Change | None) -> float:
-    """Return the norm of A - B as a part of B's, by which rows are ordered."""
+    """Return the norm of A - B as a part of B's; rows are ordered by it."""
     if change is None or change.norms is None or change.norms.relative is None:
         return math.inf
     distance = change.distance
@@ -168,7 +168,7 @@ def _types(change: Change) -> str:
 
 
 def share(count: int, of: int) -> str:
-    """Return a count as a share, which is never rounded to all or nothing."""
+    """Return a count as a share; it is never rounded to all or nothing."""
     if count == of:
         return "all"
     percent = 100 * count / of

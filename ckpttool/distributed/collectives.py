@@ -274,7 +274,7 @@ def _together(size: int = 0) -> Iterator[_Notes]:
 
 
 def _rank_failed(source: int, error: Exception) -> RankFailed:
-    """Return the error by which the other ranks report one of rank `source`."""
+    """Return the error that the other ranks raise after one of rank `source`."""
     if not isinstance(error, CkptToolError):
         return RankFailed(f"rank {source} failed: {type(error).__name__}: {error}")
     failed = RankFailed(f"rank {source} failed: {error.message}", hint=error.hint)

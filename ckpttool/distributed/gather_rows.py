@@ -132,7 +132,7 @@ def _pieces(
     columns: Sequence[torch.Tensor], counts: list[int], piece: int
 ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
     """Yield all ranks' rows piece by piece: (rank, first row, the bytes of each column)."""
-    # The bytes may lie in a buffer, which is overwritten when the next piece is asked for.
+    # The bytes may lie in a buffer that the next piece overwrites.
     widths = [_row_bytes(column) for column in columns]
     data = [transport.as_bytes(column) for column in columns]
     if len(counts) == 1:

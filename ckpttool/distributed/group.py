@@ -215,11 +215,11 @@ def _late(store: Store, name: str, place: Place, timeout: float) -> CheckFailed:
 def _list_ranks(store: Store, world_size: int) -> None:
     """Write the list of all ranks' numbers, if each has one and any has changed."""
     numbers = [_read(store, f"ckpttool/rank/{rank}").decode() for rank in range(world_size)]
-    listed = json.dumps(numbers).encode()
-    if all(numbers) and listed != _read(store, "ckpttool/ranks"):
-        store.set("ckpttool/ranks", listed.decode())
+    listed = json.dumps(numbers)
+    if all(numbers) and listed.encode() != _read(store, "ckpttool/ranks"):
+        store.set("ckpttool/ranks", listed)
 
 
 def _read(store: Store, key: str) -> bytes:
-    """Return a value without waiting for it; empty if there is none."""
+    """Return a value without waiting for it; empty if no rank has set it."""
     return bytes(store.get(key)) if store.check([key]) else b""

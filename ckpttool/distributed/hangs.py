@@ -101,9 +101,7 @@ def lost(ranks: Sequence[Seen], own: int, silence: float, *, timed_out: bool) ->
         return _verdict("left", left, inside)
     if not timed_out or not others:
         return None
-    waits = [
-        replace(seen, beat=replace(seen.beat, waits=seen.beat.waits or seen.rank == own)) for seen in ranks
-    ]
+    waits = [replace(s, beat=replace(s.beat, waits=True)) if s.rank == own else s for s in ranks]
     return _verdict(*_blamed(waits), inside)
 
 
@@ -116,7 +114,7 @@ def _dead(ranks: Sequence[Seen]) -> Verdict | None:
 
 def slow(ranks: Sequence[Seen], after: Sequence[float]) -> Verdict | None:
     """Return who keeps the others waiting, long before it counts as hung."""
-    # A rank that computes or writes, as in a long save, is not named; one that waits for data is.
+    # A rank that computes or writes, as in a long save, is not named. A rank that waits for data is.
     inside = [seen for seen in ranks if not seen.beat.end]
     if not inside or min(seen.beat.age for seen in inside) < min(after) / 2:
         return None

@@ -65,7 +65,7 @@ class Pulse:
         about |= {"pid": os.getpid(), "began": observer.began(os.getpid()), "dump": self.own.dump}
         met = collectives.gather((uuid.uuid4().hex, about))
         self.about = [about for _, about in met]
-        # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.
+        # Keys of this watch alone: a store may outlive a job, and still hold what dead ranks wrote.
         self.keys = [f"ckpttool/watch/{met[0][0]}/{name}" for name in (*range(self.size), "verdict")]
         self.store: Any = dist.distributed_c10d._get_default_store().clone()
         self.clock = self.own.clock
@@ -73,21 +73,20 @@ class Pulse:
         self.beats = [(Beat(), self.exchanged)] * self.size
         self.verdict = self.end = self.error = ""
         self.slow: Sequence[int] = ()
-        self._asked: set[int] = set()  # silent ranks, which were told to write their stacks
+        self._asked: set[int] = set()  # silent ranks that were asked for their stacks
         self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
         self._send()
         self.own.begin()
         if self.rank == 0:
             self.store.set(self.keys[-1], "")
-        collectives.gather(None)  # every key is there: to read one that is not would wait
+        collectives.gather(None)  # now every key is there; reading an absent one would wait
         self.threads = [threading.Thread(target=run, daemon=True) for run in (self._exchange, self._judge)]
         for thread in self.threads:
             thread.start()
 
     def stop(self, end: str, error: BaseException | str = "") -> None:
         """Tell the others how the block has ended here, and stop the threads."""
-        # The thread tells them: a signal, as of a loader process that died, may raise another error in this
-        # one.
+        # The other thread tells them: a signal, as of a dead loader process, may raise another error here.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             end = hangs.LEFT
         said = getattr(error, "message", error)  # a hint is for the rank that raised it
@@ -199,7 +198,7 @@ class Pulse:
 
     def explain(self, *, timed_out: bool) -> str:
         """Write and return which rank was lost, after a collective has failed; empty if that is unknown."""
-        # Written at once, since the launcher ends this process as soon as it sees the other one dead.
+        # Written at once: the launcher ends this process as soon as it sees that the other one is dead.
         for _ in range(5):
             with contextlib.suppress(RuntimeError):
                 self._receive(self.store.clone())

@@ -140,7 +140,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def _text(path: str, absent: tuple[type[OSError], ...] = (OSError,)) -> str:
-    """Return what a file of the system says; "" where there is none, or none for this user."""
+    """Return the text of a system file; "" where it does not exist or this user can't read it."""
     with contextlib.suppress(*absent), open(path, errors="surrogateescape") as file:
         return file.read()
     return ""
@@ -206,7 +206,7 @@ class Observer:
     """Looks at this process from time to time."""
 
     def __init__(self, watched: Watch, interval: float, over: threading.Event) -> None:
-        # Called in the thread that trains, which `threading.get_ident` names.
+        # Called in the thread that trains: `threading.get_ident` is its number.
         self.watched, self.interval, self.over = watched, interval, over
         self.clock, self.beat = RunningClock(3 * interval + 1), Beat()
         # Receives the stacks of a process whose interpreter is held; None where the system has no such files.
@@ -217,9 +217,9 @@ class Observer:
         """Count what happens from now on."""
         self._marked = self._worked = self.clock.now()
         self._marks, self._work, self._children = self.watched.marks, work_done(), -1.0
-        # If something holds the interpreter, no Python thread can say where it is; faulthandler can. It is
-        # asked to: a timer that ran out while the process was stopped made it read the stacks of threads that
-        # ran on, and it crashed.
+        # While something holds the interpreter, no Python thread can say where it is; faulthandler can. It
+        # waits for a signal. With a timer instead, it read the stacks of running threads after the process
+        # had been stopped, and crashed.
         if self.dump is not None and ASKED is not None:
             faulthandler.register(ASKED, self.dump)
 
@@ -267,7 +267,7 @@ class Observer:
 class RunningClock:
     """Seconds in which this process ran, so that no rank is blamed for time when it was stopped."""
 
-    # Of a gap between two calls only `most` seconds count: its machine, or all ranks, slept through the rest.
+    # A gap between two calls counts as `most` seconds at most: the machine, or all ranks, slept longer.
 
     def __init__(self, most: float) -> None:
         self.most, self.last, self.total = most, time.monotonic(), 0.0
@@ -309,6 +309,6 @@ def shown_stack(frame: FrameType) -> str:
 
 def is_in_collective(frame: FrameType) -> bool:
     """Return whether a thread is in a collective: in torch.distributed, in DDP, or in a backward pass."""
-    # A backward pass that runs no Python only computes, or waits for the reduction.
+    # A backward pass without Python only computes, or waits for the reduction.
     waiting = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph")
     return _module_of(frame).startswith(waiting)

@@ -29,7 +29,7 @@ from ..errors import UsageFault
 
 
 FEW, MANY_WORDS = 2_000, 2**31  # outside these the plain loop: it is short, or each draw takes two words
-WORDS = 8.0  # times the square root of what is left; of larger chunks too many swaps meet
+WORDS = 8.0  # times the square root of the places left; in larger chunks too many swaps meet
 MARKS = 1 << 16  # slots for targets that meet, by their last bits
 
 
@@ -55,7 +55,7 @@ def shuffled(count: int, seed: str) -> NDArray[Any]:
 
 
 class _Words:
-    """The 32-bit words of a generator of Python's, drawn by numpy, which has the same Mersenne Twister."""
+    """The 32-bit words of a Python generator, drawn by numpy, whose Mersenne Twister is the same."""
 
     def __init__(self, generator: random.Random) -> None:
         _, state, _ = generator.getstate()
@@ -65,8 +65,8 @@ class _Words:
 
     def targets(self, last: int, most: int) -> NDArray[Any]:
         """Return what `shuffle` draws for the next places: one of 0 to `last` for `last`, and so on down."""
-        # It takes as many leading bits of a word as last + 1 has, and another word if that is too large. The
-        # number of bits must not change within a chunk.
+        # `shuffle` takes as many leading bits of a word as last + 1 has. If their number is too large, it
+        # takes another word. The count of bits must not change within a chunk.
         bits = (last + 1).bit_length()
         wanted = min(most, last + 1 - max(1, 2 ** (bits - 1) - 1))
         share = (last + 1 - wanted / 2) / 2**bits  # of the words that are taken, about
@@ -138,7 +138,7 @@ class InOrder:
         return self.at(np.arange(start, max(start, stop), dtype=np.int64))
 
     def at(self, places: NDArray[Any]) -> NDArray[Any]:
-        """Return what is in these places."""
+        """Return the numbers in these places."""
         return places
 
 
@@ -449,7 +449,7 @@ def deal(items: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
 @lru_cache(maxsize=256)
 def _places(size: int, weights: tuple[int, ...]) -> tuple[Sequence[int], ...]:
     """Return the places of each part's items among `size` items."""
-    if len(set(weights)) <= 1:  # taking turns, which the general way below would find too
+    if len(set(weights)) <= 1:  # taking turns; the loop below would find the same
         return tuple(range(part, size, len(weights)) for part in range(len(weights)))
     whole = math.lcm(*weights)
     due = [(whole // weight, part) for part, weight in enumerate(weights)]  # of (2k - 1) * whole / weight

@@ -74,7 +74,7 @@ def seeded(*parts: object) -> Iterator[None]:
 @contextmanager
 def restored(*, gpu: bool = False) -> Iterator[None]:
     """Restore the random state after the block; that of the GPU only if `gpu`."""
-    # Not by `take`, which makes tensors of the numbers: this runs for every sample of `Keyed`.
+    # Not by `take`: it makes tensors of the numbers, and this runs for every sample of `Keyed`.
     python, of_torch = random.getstate(), torch.get_rng_state()
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     of_gpu = torch.cuda.get_rng_state() if gpu and torch.cuda.is_available() else None

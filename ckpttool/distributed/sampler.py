@@ -85,7 +85,7 @@ class DealtBatches(Sampler[list[int]]):
 
 @lru_cache(maxsize=256)
 def _idle(size: int, weights: tuple[int, ...]) -> frozenset[int]:
-    """Return the ranks that get none of `size` samples."""
+    """Return the ranks that get no sample of `size`."""
     return frozenset(rank for rank, share in enumerate(dealt_sizes(size, weights)) if not share)
 
 
@@ -132,9 +132,8 @@ class ExactBatchSampler(DealtBatches):
             RanksDiffer: the arguments or data sets differ between ranks.
         """
         count = samples if isinstance(samples, int) else len(samples)
-        plan = Plan(
-            count, batch_size, seed, drop_last, rank_batch=_tuple(rank_batch), rank_share=_tuple(rank_share)
-        )
+        batch, share = _tuple(rank_batch), _tuple(rank_share)
+        plan = Plan(count, batch_size, seed, drop_last, rank_batch=batch, rank_share=share)
         own, ranks = _place(rank, world_size)
         check(plan, ranks)
 
@@ -198,7 +197,7 @@ def distribute(
 
 
 def _drawn(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
-    """Return what a sampler draws in an epoch, from a seed of its own."""
+    """Return what a sampler draws in an epoch, seeded by (seed, epoch)."""
     drawn = []
     for _ in range(2):
         with seeded(seed, "sampler", epoch), _reseeded(generators, seed, epoch):

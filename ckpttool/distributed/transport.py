@@ -28,7 +28,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def found(value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
-    """Yield what is of these kinds in a value, in order."""
+    """Yield the values of these kinds in a nested value, in order."""
     if isinstance(value, kinds):
         yield value
         return

@@ -127,7 +127,7 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
 
     for path, value in checkpoint.named(inside, again=True):
         if isinstance(value, Again):
-            if state is None or value.value is not state.anchor:  # whose places have lines of their own
+            if state is None or value.value is not state.anchor:  # its places have their own lines
                 yield OtherRow(dotted(path), type_name(value.value), same_as=dotted(value.first))
         elif is_module(value):
             yield OtherRow(dotted(path), type_name(value))
@@ -184,7 +184,7 @@ def training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedul
     """Return the optimizers and schedulers at the top of a file, or in dicts and lists at its top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
-    inside = dict, list  # not `dict | list`, which would be created for every tensor
+    inside = dict, list  # `dict | list` would be made anew for every tensor
     level: list[tuple[str, object]] = [("", tree)]
     for _ in range(3):
         below: list[tuple[str, object]] = []
@@ -250,7 +250,7 @@ def _is_plain(value: object) -> bool:
 
 
 def groups_in_words(row: OptimizerRow) -> Iterator[str]:
-    """Yield what an optimizer's groups have in common, then each one's rule, size and settings of its own.
+    """Yield the settings that an optimizer's groups share, then the rule, size and other settings of each.
 
     The trainer writes the rule of a group into it.
     """

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .other_contents import OtherRow
     from .summary import Summary
 
-MAX_OTHERS = 24  # Other values that are shown without `-v`,
-OF_EACH = 3  # and of each name at least so many
+MAX_OTHERS = 24  # Other values that are shown without `-v`
+OF_EACH = 3  # The least of them that are shown of each name
 MAX_DTYPES = 12
 FIRST = ("hyper_parameters", "datamodule_hyper_parameters")  # Entries of a Lightning file that stand first
 FOLDED = ("loops", "callbacks")  # Entries of a Lightning file that hold its own bookkeeping
-ROOM = 10  # Columns for what is in a module, below which they stay empty
+ROOM = 10  # Columns for the contents of a module; with fewer they stay empty
 INDENT = 14  # Columns before a fact: two spaces, and the widest label
 
 
@@ -92,7 +92,7 @@ def _module(level: int, branch: Branch, where: str) -> tuple[str, str]:
 
 
 def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
-    """Return what is in a module, for its line, in full and in fewer words."""
+    """Return the contents of a module for its line, in full and in fewer words."""
     if branch.branches:
         text = counted(branch.count, "tensor") if closed else ""
         return text, text

@@ -71,7 +71,7 @@ def _first(label: str, facts: Sequence[str], most: int) -> Iterator[tuple[str, s
 
 
 def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
-    """Yield where the model's state is and what it holds, or why there is none; and other states."""
+    """Yield the place and contents of the model's state, or why there is no state; then other states."""
     if summary.ranks is not None and summary.ranks.missing:
         yield "state", "none: tensors are not whole without the missing ranks"
         return
@@ -148,7 +148,7 @@ def _training(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what the bytes of the file are used for, if not for the state alone."""
+    """Yield how the bytes of the file are used, unless only the state uses them."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
     others = summary.outside.nbytes - optimizers
     rest = summary.nbytes - summary.here.nbytes - summary.outside.nbytes - summary.unused
@@ -363,7 +363,7 @@ def _calls(tree: object) -> Iterator[str]:
 
 
 def _name_called(value: Record) -> Global:
-    """Return what is called: of what a call returned, the innermost, as in getattr(os, 'system')('ls')."""
+    """Return the name that is called, of nested calls the innermost, as in getattr(os, 'system')('ls')."""
     called, left = value.callable, MAX_CALLS
     while left and isinstance(called, Record):
         called, left = called.callable, left - 1

@@ -292,7 +292,7 @@ class CheckpointRow:
 
 
 def checkpoint_rows(folder: str) -> list[CheckpointRow]:
-    """Return the checkpoints below a folder that is none itself, the newest first."""
+    """Return the checkpoints below a folder, the newest first; the folder itself is not one."""
     return [_checkpoint_row(folder, path) for path in checkpoints_below(folder)[:MOST_CHECKPOINTS]]
 
 

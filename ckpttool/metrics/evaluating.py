@@ -94,8 +94,7 @@ def evaluate(
         CheckFailed: a metric does not take the outputs, or a count is below 0 or not finite.
         RankFailed: another rank failed; all ranks end after the current batch.
     """
-    load = _loader(samples, collate)
-    evaluator = Evaluator(samples, batch_size=batch_size, device=device, load=load)
+    evaluator = Evaluator(samples, batch_size=batch_size, device=device, load=_loader(samples, collate))
     return evaluator.losses(model, loss, measures(metrics or {}), forward=forward)
 
 
@@ -152,10 +151,8 @@ class Evaluator:
         self.device = torch.device(device)
         self.number_of_batches = -(-self.samples // batch_size)
         self.world_size = collectives.world_size()
-        of_ranks = [
-            evaluation_batches(self.samples, batch_size, rank, self.world_size)
-            for rank in range(self.world_size)
-        ]
+        ranks = range(self.world_size)
+        of_ranks = [evaluation_batches(self.samples, batch_size, rank, self.world_size) for rank in ranks]
         self.rank_samples = [sum(map(len, batches.values())) for batches in of_ranks]
         self.numbers = list(of_ranks[collectives.rank()])
         self.batches = [list(batch) for batch in of_ranks[collectives.rank()].values()]
@@ -233,7 +230,7 @@ class Evaluator:
         return LossCertificate(*certified, int(of) if of.denominator == 1 else float(of), computed)
 
     def described(self, about: Evaluation) -> Evaluation:
-        """Return what is evaluated with what this evaluator knows of it."""
+        """Return the description of an evaluation, completed by what this evaluator knows."""
         about = replace(about, world_size=self.world_size, samples=self.samples, batch_size=self.batch_size)
         return replace(about, device=self.device.type, threads=torch.get_num_threads())
 
@@ -290,7 +287,7 @@ def _pair(returned: Any) -> tuple[float, float]:
 
 
 def _loader(samples: Dataset[Any], collate: Callable[[list[Any]], Any] | None = None) -> Load:
-    # Without a generator of its own, each pass would draw from the global one and shift dropout.
+    # Without its own generator, each pass would draw from the global one and shift dropout.
     how: dict[str, Any] = {"collate_fn": collate, "generator": torch.Generator()}
     return lambda batches: DataLoader(samples, batch_sampler=batches, **how)
 

@@ -160,7 +160,7 @@ def _require_entries(path: str, links: list[Link]) -> None:
 
 
 def _begun_elsewhere(links: list[Link]) -> Iterator[ProofFinding]:
-    """Yield resumes from checkpoints that no line before records: another run's, or of unrecorded steps."""
+    """Yield the lines that go on from a checkpoint that no earlier line records."""
     told: list[tuple[int, Any]] = []
     for link in links:
         entry = link.entry
@@ -200,7 +200,7 @@ def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[P
 
 
 def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | ProofFinding | str:
-    """Return the step of a recorded checkpoint, what is wrong with it, or a note that it is a user's file."""
+    """Return the step of a recorded checkpoint, or its fault, or a note that it is a user's file."""
     path = os.path.join(folder, name)
     told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
     begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]

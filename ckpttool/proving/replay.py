@@ -1,4 +1,4 @@
-"""The record of a training run, and a part of the run trained again in a process of its own, and compared."""
+"""The record of a training run, and a part of the run trained again in another process and compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUILT_IN = {
     "scheduler": re.compile(r"\w+"),
 }
 
-# Flags whose value says of code, or of a server, that nobody has looked at
+# Flags whose value names code or a server that the user may not have looked at
 TRUSTED = ("--every", "--config", "--like", "--tracker")
 NOTHING = re.compile("(?!)")
 
@@ -50,12 +50,12 @@ Entry = Mapping[str, Any]
 class Divergence:
     """Where two records of the same steps begin to differ."""
 
-    step: int  # the first one that differs, as far as that is known
+    step: int  # the first that is known to differ
     message: str  # what differs
 
 
 class RunRecord:
-    """The entries of a chain that hold, without those of branches that a resume went back from."""
+    """The entries of a chain that hold. Those after a step that a resumed run went back to are left out."""
 
     def __init__(self, links: list[Link]) -> None:
         self.begins: list[Entry] = []  # the entries with which the run began and was resumed, in order

@@ -15,9 +15,9 @@ from ..diffing.rows import detailed
 from ..inspecting.summary import Summary, facts_of, value_in_words
 from ..inspecting.tables import CheckpointRow, Stats, TensorRow, tensor_rows
 
-LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # the heights of bars, of which 0 is that of nothing
+LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # the heights of bars; 0 is no value
 EXACT = 2**53  # integers up to which a script's numbers are exact
-MAX_OTHERS = 20_000  # values that are no tensors
+MAX_OTHERS = 20_000  # values other than tensors
 
 
 def contents(checkpoint: Checkpoint, summary: Summary, stats: Mapping[str, Stats | None]) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def _figures(stats: Sequence[Stats | None]) -> dict[str, Any]:
 
 
 def _short(value: float | int | None) -> float | int | None:
-    """Return a number with four digits, which is what the page shows of it; integers as they are."""
+    """Return a number with the four digits that the page shows; integers as they are."""
     if value is None or (isinstance(value, int) and abs(value) <= EXACT):
         return value
     return float(f"{value:.4g}")
 
 
 def _heights(counts: Sequence[int]) -> str:
-    """Return the counts as characters of LEVELS, relative to the largest; one that is not 0 shows."""
+    """Return the counts as characters of LEVELS, relative to the largest; all but 0 are visible."""
     most = max(counts, default=0)
     top = len(LEVELS) - 1
     return "".join(LEVELS[count and max(1, round(count * top / most))] for count in counts)

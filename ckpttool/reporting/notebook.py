@@ -1,6 +1,6 @@
 """What a notebook shows of checkpoints, states, summaries, comparisons: HTML that folds and has no script.
 
-It is made of elements: the standard library escapes text and attributes, whoever forgets to.
+It is made of elements, so the standard library escapes all text and attributes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BRANCHES = 300  # lines of modules
 MAX_NAME = 200  # characters
 MAX_TENSORS = 60  # of one module
 MAX_ENTRIES = 20  # entries outside the state
-MAX_OTHERS = 100  # values that are no tensors
+MAX_OTHERS = 100  # values other than tensors
 
 Child = str | Element
 
@@ -61,7 +61,7 @@ def _state(state: State) -> Element:
 
 
 def _modules(modules: Branch) -> Iterator[Element]:
-    """Yield what is in a module, each module in it folded; at most MAX_BRANCHES of them."""
+    """Yield the contents of a module, each inner module folded; at most MAX_BRANCHES of them."""
     left = [MAX_BRANCHES]
     yield from _inside(modules, left)
     if left[0] <= 0:

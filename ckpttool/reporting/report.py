@@ -103,11 +103,11 @@ def report(
     """
     output = os.fspath(path)
     place = page_place(output, (file, other), force)
+    data: dict[str, Any] = {}
+    comparison = None
     with ExitStack() as stack:
         subjects = [_subject(stack, each) for each in (file, other) if each is not None]
         checkpoints = [each.checkpoint for each in subjects if each.checkpoint is not None]
-        data: dict[str, Any] = {}
-        comparison = None
         if checkpoints:
             first = checkpoints[0]
             if expect:
@@ -117,10 +117,9 @@ def report(
             if len(checkpoints) > 1:
                 comparison = diff(*checkpoints, state=state, verify=verify, progress=progress)
                 data["difference"] = difference(first, checkpoints[1], comparison, state)
-        runs = [each.run for each in subjects if each.run is not None]
-        if runs:
-            data |= {"training": training(runs)}
-            data |= {"evaluations": [evaluation(at) for run in runs for at in evaluations_in(run)]}
+        if runs := [each.run for each in subjects if each.run is not None]:
+            data["training"] = training(runs)
+            data["evaluations"] = [evaluation(at) for run in runs for at in evaluations_in(run)]
         data["rows"] = [checkpoint_row(row) for each in subjects for row in each.rows]
         names = tuple(each.path for each in checkpoints)
         written = write(place, tuple(runs) or names, data, dry_run=dry_run)

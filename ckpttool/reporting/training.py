@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LONGEST = 64 << 20  # bytes of a statement that are read
 MAX_POINTS = 1200  # of a curve: more than a screen has columns
-MAX_CLASSES = 64  # of which a matrix can be read; of more, the most frequent confusions are told
+MAX_CLASSES = 64  # in a matrix that can be read; of more, the most frequent confusions are shown
 MAX_PAIRS = 200
 NUMBERED = "rank*.safetensors"
 
@@ -65,7 +65,7 @@ def _curves(runs: Sequence[RunCurves], quantity: str) -> list[dict[str, Any]]:
 
 
 def _points(points: Points) -> list[list[float]]:
-    """Return at most MAX_POINTS points: of more, the least and the most of each stretch; peaks stay."""
+    """Return at most MAX_POINTS points. Of more, each stretch keeps its least and its most, so peaks stay."""
     if len(points) > MAX_POINTS:
         size = -(-2 * len(points) // MAX_POINTS)
         stretches = (range(start, min(start + size, len(points))) for start in range(0, len(points), size))
@@ -119,7 +119,7 @@ def _of_class(row: Any) -> list[Any]:
 
 
 def _recomputed(paths: Sequence[str], stated: dict[str, Any]) -> dict[str, Any]:
-    """Return the certificate that prediction files give, beside what is stated, and their confusions."""
+    """Return whether the certificate of prediction files is the stated one, and their confusions."""
     from ..metrics.certificate import read, recompute
 
     try:

@@ -22,11 +22,11 @@ HEAD = 512  # bytes by which something is recognised
 MAX_LEVELS = 16  # of containers in containers
 MAX_PROBLEMS = 100  # that are kept of one file
 
-# A pickle takes up to 70 times its bytes while it is read. Of an unpacked one as many bytes are read as
-# GROWTH times the file, or SMALL if that is more.
+# A pickle takes up to 70 times its bytes while it is read. Of an unpacked pickle at most GROWTH times the
+# bytes of the file are read, or SMALL if that is more.
 GROWTH, SMALL = 16, 1 << 20
 
-# Endings of names of what is only ever unpickled: no such file is harmless because it can't be read.
+# Endings of files that are only ever unpickled: none is harmless just because it can't be read.
 PICKLED = (".pkl", ".pickle", ".joblib", ".dill", ".pt", ".pth", ".ckpt")
 
 # What Python's loaders open with other programs or packages, by how it begins: what it is.
@@ -40,11 +40,11 @@ CLOSED = (
 
 
 class FilePart(NamedTuple):
-    """Some bytes of a file, and how they were come by."""
+    """Some bytes of a file, and the way to them."""
 
     place: ByteRange
     where: tuple[str, ...] = ()
-    is_sure: bool = True  # else they may look like something by chance: nothing is said of what is wrong
+    is_sure: bool = True  # else they may look like something by chance, and faults are not reported
 
     def inside(self, name: str, place: ByteRange) -> FilePart:
         """Return a part of this one."""
@@ -52,7 +52,7 @@ class FilePart(NamedTuple):
 
 
 class Contents:
-    """What was found in one file so far: names with where they are, and what could not be looked at."""
+    """The findings in one file so far: names with their places, and parts that could not be looked at."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -74,7 +74,7 @@ class Contents:
     def _look(self, part: FilePart) -> set[str]:
         place = part.place
         head = place.part(0, min(HEAD, place.nbytes)).read()
-        if safetensors.sniff(head):  # it begins with the size of its header, which may look like anything
+        if safetensors.sniff(head):  # the size of its header comes first, and may look like anything
             part = part._replace(is_sure=False)
         if closed := next((what for begin, what in CLOSED if head.startswith(begin)), None):
             raise Unsupported(self.source.path, closed)

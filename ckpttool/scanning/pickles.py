@@ -91,7 +91,7 @@ def read_in_a_row(
 
 
 def _read_one(rest: ByteRange, place: ByteRange, found: PickleFindings, is_claimed: bool) -> int | None:
-    """Read one pickle, also as joblib does; return where it ends, None where what is there is none.
+    """Read one pickle, also as joblib does; return where it ends, None where there is no pickle.
 
     Args:
         rest: the bytes of `place` from there, as far as they are read.
@@ -119,7 +119,7 @@ def _read_one(rest: ByteRange, place: ByteRange, found: PickleFindings, is_claim
 
 
 class _Loader:
-    """Reads one pickle: what is outside of it stays a Record, and arrays in between are noted or skipped."""
+    """Reads one pickle: external objects stay Records, and arrays in between are counted or skipped."""
 
     def __init__(self, found: PickleFindings, *, skips: bool) -> None:
         self.found = found

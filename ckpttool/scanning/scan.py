@@ -19,7 +19,7 @@ MAX_DEEP = 100  # folders in folders
 
 
 class ScanTarget(NamedTuple):
-    """A file to look at, or the reason why what is there can't be."""
+    """A file to look at, or the reason why it can't be."""
 
     path: str
     fault: str | None = None

@@ -32,7 +32,7 @@ RAW_DEFLATE: Engine = partial(zlib.decompressobj, -zlib.MAX_WBITS)
 ZLIB: Engine = zlib.decompressobj
 BZIP2: Engine = bz2.BZ2Decompressor
 
-ALONE = (RAW_DEFLATE, ZLIB)  # of which loaders unpack one stream, and others one after another
+ALONE = (RAW_DEFLATE, ZLIB)  # loaders unpack one stream of these, and all streams of the others
 
 # Of the methods of zip's records; 0 is stored.
 METHODS: dict[int, Engine] = {8: RAW_DEFLATE, 12: BZIP2}
@@ -65,7 +65,7 @@ def stream_of(head: bytes) -> tuple[str, Engine] | None:
 
 
 class Room:
-    """The temporary file into which all is unpacked that one file holds."""
+    """The temporary file into which the contents of one file are unpacked."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -90,7 +90,7 @@ class Room:
         return ByteRange(inside, start, inside.size - start), wrong
 
     def close(self) -> None:
-        """Give the disk its room back: what is left of a fault may keep this for long."""
+        """Free the space on the disk now: a fault that is kept may keep this object for long."""
         if self._spool is not None:
             self._spool.source.close()
 
@@ -112,7 +112,7 @@ def unpacked(place: ByteRange, name: str, engine: Engine) -> Iterator[bytes]:
                 if stream.eof:
                     rest, stream = stream.unused_data.lstrip(b"\0"), engine()
     except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, MemoryError):
-        if not is_whole:  # else something else follows the stream, which no loader unpacks
+        if not is_whole:  # else other bytes follow the stream, and no loader unpacks them
             raise Damaged(place.path, f"has a damaged stream of {name}") from None
     if not is_whole:
         raise Damaged(place.path, f"has a stream of {name} that is cut short")

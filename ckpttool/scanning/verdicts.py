@@ -1,4 +1,4 @@
-"""What is said of one file: whether something in it could run, by which names, and what was not looked at.
+"""The verdict on one file: the names in it that could run something, and what could not be looked at.
 
 Also in SARIF, the format in which code scanning takes results. Source: SARIF 2.1.0 (OASIS, 2020), and what
 GitHub reads of it: it shows a result at a line of a file, so each is at the first one, and tells results
@@ -110,7 +110,7 @@ def _is_allowed(name: Global, allowed: Collection[str]) -> bool:
 
 
 def unreadable(path: str, reason: str) -> Scanned:
-    """Return what is said of a file that can't be opened."""
+    """Return the verdict on a file that can't be opened."""
     return Scanned(path, UNREADABLE, problems=(ScanProblem("", reason),))
 
 

@@ -94,8 +94,7 @@ FREE_IN_ENTRY, FREE_AT_END = 8, 4
 def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
     """Compare the bytes around the records of a zip with what they should be.
 
-    Returns pairs of a record and what is wrong around it, and how many bytes nothing determines, by what they
-    are.
+    Returns the faults, each with its record, and the numbers of bytes that nothing determines, by their kind.
     """
     records = sorted(read_directory(source).values(), key=lambda record: record.data.offset)
     start, entries = _directory(source, len(records))
@@ -266,7 +265,7 @@ class ByteCoverage:
         faults, free = zip_frame(source)
         self.free.update(free)
         self.problems += [FileProblem("frame", f"record {name}", message) for name, message in faults]
-        # Only a rank's file may refer to storages of which the whole takes nothing.
+        # Only a rank's file may refer to storages that no whole tensor uses.
         referred: set[int] | None = None if is_of_rank else set()
         for record in read_directory(source).values():
             if (id(source), record.data.offset) in self._known:
@@ -421,7 +420,7 @@ def verify(
 
 
 def _code(checkpoint: Checkpoint, strays: list[FileProblem]) -> list[FileProblem]:
-    """Return what could run, and records that nothing refers to; TorchScript has its code in such."""
+    """Return names that could run, and records that nothing refers to, where TorchScript keeps its code."""
     running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
     problems = [FileProblem("code", name, "could run, when loaded without weights_only") for name in running]
     return problems if checkpoint.format == torch_zip.TORCHSCRIPT else strays + problems
@@ -505,7 +504,7 @@ def _non_finite(
 
 
 def _without_finite(tensors: Sequence[TensorRef], progress: Progress | None) -> Iterator[int]:
-    """Yield the numbers of tensors without small ones of finite values, which are read together."""
+    """Yield the numbers of tensors, but not of small finite ones; small tensors are read together."""
     for first in range(0, len(tensors), MOST_PIECES):
         numbers = range(first, min(first + MOST_PIECES, len(tensors)))
         tiny: dict[str, dict[int, ByteRange]] = {}
