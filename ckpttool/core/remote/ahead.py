@@ -1,8 +1,8 @@
-"""Bytes of remote objects, fetched by a few threads: what is asked for, and what will be asked for next.
+"""Bytes of remote objects, fetched by a few threads before they are needed.
 
-What an operation is going to read is announced by `expect`: neighbours are joined, and cut into pieces, which
-stand in a line as they will be read. Whoever reads one has those behind it fetched meanwhile, of this object
-and of the next, within bounds of requests and of memory.
+An operation announces by `expect` what it will read. Neighbouring ranges are joined, cut into pieces and put
+in a line in the order of reading. While one piece is read, threads fetch those behind it, of this object and
+of the next. The number of requests and the memory are bounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from ...errors import CkptToolError
@@ -41,18 +41,18 @@ class FetchedPiece:
         self.left = left  # bytes that are expected to be taken still
         self.line = line  # in which it stands
         self._done = threading.Event()
-        self._result: Bytes | BaseException = b""
+        self._result: Any = b""
 
-    def settle(self, result: Bytes | BaseException) -> None:
-        self._result = result
+    def fetch(self, job: Callable[[], object]) -> None:
+        """Run the job; whoever waits for the piece gets its result, or its error."""
+        try:
+            self._result = job()
+        except BaseException as error:
+            self._result = error
         self._done.set()
 
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> Bytes:
-        """Return the bytes, or raise what went wrong. Neither an interrupt nor the end of the work waits."""
+    def wait(self) -> Any:
+        """Return the bytes, or raise the error. An interrupt, or the end of the work, ends the wait."""
         while not self._done.wait(0.1):
             if is_dropped():
                 raise CkptToolError("the work was given up")
@@ -62,19 +62,19 @@ class FetchedPiece:
 
 
 class _Fetching:
-    """Threads that fetch, and the pieces that they have fetched, or will, and nobody has taken yet."""
+    """Threads that fetch pieces, and the pieces that nobody has taken yet."""
 
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[tuple[Callable[[], Bytes], FetchedPiece]] = SimpleQueue()
+        self.jobs: SimpleQueue[tuple[Callable[[], object], FetchedPiece]] = SimpleQueue()
         self.threads: list[threading.Thread] = []
         self.lock = threading.RLock()
         self.held: OrderedDict[FetchedPiece, Ahead] = OrderedDict()  # the least recently used first
         self.nbytes = 0
 
-    def start(self, job: Callable[[], Bytes], piece: FetchedPiece) -> FetchedPiece:
-        """Have a piece fetched by a thread that nobody has to wait for when the process ends."""
+    def start(self, job: Callable[[], object], piece: FetchedPiece) -> FetchedPiece:
+        """Have a daemon thread fetch a piece."""
         if self.is_here():  # all of them could be waiting for one another
-            _do(job, piece)
+            piece.fetch(job)
             return piece
         with self.lock:
             if len(self.threads) < UNDER_WAY:
@@ -90,10 +90,11 @@ class _Fetching:
 
     def work(self) -> None:
         while True:
-            _do(*self.jobs.get())
+            job, piece = self.jobs.get()
+            piece.fetch(job)
 
     def hold(self, piece: FetchedPiece, owner: Ahead) -> None:
-        """Keep a piece, and drop those that nobody has read for the longest time where that is too much."""
+        """Keep a piece; where the pieces exceed HELD, drop the least recently used."""
         self.held[piece] = owner
         self._count(piece, piece.stop - piece.start)
         while self.nbytes > HELD and next(iter(self.held)) is not piece:
@@ -110,18 +111,11 @@ class _Fetching:
             piece.line.held += nbytes
 
 
-def _do(job: Callable[[], Bytes], piece: FetchedPiece) -> None:
-    try:
-        piece.settle(job())
-    except BaseException as error:  # whoever waits for the piece raises it
-        piece.settle(error)
-
-
 _now = _Fetching()
 
 
 def _begin_again() -> None:
-    """In a forked process there are no threads, and nobody will settle what they were fetching."""
+    """Start afresh in a forked process, which lacks the threads of its parent."""
     global _now
     _now = _Fetching()
 
@@ -143,11 +137,6 @@ class Line:
         self._taken = set[int]()  # places of those that were read to their end, in any order
         _lines.add(self)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether there is more to fetch."""
-        return self._next < len(self._pieces)
-
     def add(self, owner: Ahead, begin: int, end: int) -> None:
         """Append the pieces that hold a range, but for those that are there already."""
         while begin < end and (bounds := owner.bounds(begin)):
@@ -157,14 +146,17 @@ class Line:
             begin = bounds[1]
 
     def fetch_behind(self, owner: Ahead, begin: int, *, jumped: bool, is_taken: bool) -> None:
-        """Have pieces fetched behind the one that is read now, as far as there is room."""
+        """Have the pieces fetched behind the one that is read now, as far as there is room.
+
+        Lines share the room, as two checkpoints that are compared are read by turns.
+        """
         place = self._places.get((owner, begin), -1)
         if jumped and place in self._taken:  # read again, and so will be what stands behind it
             self._taken.clear()
         if is_taken and place >= 0:
             self._taken.add(place)
         self._next = place + 1 if jumped else max(place + 1, self._next)
-        room = HELD // max(1, sum(line.goes_on for line in _lines))  # two that are compared are read by turns
+        room = HELD // max(1, sum(line._next < len(line._pieces) for line in _lines))
         while self._next < len(self._pieces):
             theirs, begin, end = self._pieces[self._next]
             if self._next not in self._taken:
@@ -192,7 +184,7 @@ class Ahead:
     def expect(
         self, ranges: Iterable[Range], stretches: Iterable[Range], nbytes: int, first: int, line: Line
     ) -> None:
-        """Announce ranges that will be read, and stretches that hold them, in pieces of how many bytes."""
+        """Announce the ranges that will be read, and the stretches that hold them, in pieces of `nbytes`."""
         starts, stops = list[int](), list[int]()
         for begin, end in sorted(stretches):
             if stops and begin <= stops[-1] + GAP:
@@ -204,16 +196,11 @@ class Ahead:
             self.forget()
             self._starts, self._stops, self._line = starts, stops, line
             self._nbytes, self._first = nbytes, first
-            self._wanted = self._shares(ranges)
-
-    def _shares(self, ranges: Iterable[Range]) -> dict[int, int]:
-        """Return how many bytes are read of each piece: what lies between two ranges nobody takes."""
-        shares: dict[int, int] = defaultdict(int)
-        for begin, end in ranges:
-            while begin < end and (bounds := self.bounds(begin)):
-                shares[bounds[0]] += min(end, bounds[1]) - begin
-                begin = bounds[1]
-        return shares
+            self._wanted = defaultdict(int)
+            for begin, end in ranges:
+                while begin < end and (bounds := self.bounds(begin)):
+                    self._wanted[bounds[0]] += min(end, bounds[1]) - begin
+                    begin = bounds[1]
 
     def forget(self) -> None:
         """Drop what was fetched and not taken, and expect nothing."""
@@ -242,12 +229,12 @@ class Ahead:
         return max(begin, self._starts[number]), min(begin + self._nbytes, self._stops[number])
 
     def _taken(self, offset: int, nbytes: int, *, counts: bool) -> FetchedPiece:
-        """Return the piece of which some bytes are taken now, and have those behind it fetched."""
+        """Return the piece whose bytes are taken now, and have the pieces behind it fetched."""
         with _now.lock:
             if self._by is not _now:  # this process was forked since
                 self._by, self._pieces, self._line = _now, {}, None
             bounds = self.bounds(offset)
-            if bounds is None:  # nobody has said that this would be read
+            if bounds is None:  # not announced
                 piece = FetchedPiece(offset, offset + nbytes)
                 return _now.start(partial(self._fetch, piece.start, piece.stop), piece)
             jumped = bounds[0] not in self._pieces
@@ -272,29 +259,17 @@ class Ahead:
         return piece
 
     def put_off(self, piece: FetchedPiece) -> None:
-        """Let a piece go that will be fetched again when it is read."""
+        """Drop a piece that is fetched again when it is read."""
         self.drop(piece)
         self._rest[piece.start] = piece.left
 
     def drop(self, piece: FetchedPiece) -> None:
-        """Let a piece go; whoever waits for it still gets its bytes."""
+        """Drop a piece; whoever waits for it still gets its bytes."""
         _now.drop(piece)
         if self._pieces.get(piece.start) is piece:
             del self._pieces[piece.start]
 
 
 def begin(job: Callable[[], T]) -> Callable[[], T]:
-    """Have a job run beside others, UNDER_WAY at a time; return what waits for its outcome, and gives it."""
-    outcomes: list[T] = []
-
-    def run() -> bytes:
-        outcomes.append(job())
-        return b""
-
-    piece = _now.start(run, FetchedPiece(0, 0))
-
-    def outcome() -> T:
-        piece.wait()
-        return outcomes[0]
-
-    return outcome
+    """Start a job beside others, UNDER_WAY at a time; return a function that waits for its result."""
+    return _now.start(job, FetchedPiece(0, 0)).wait

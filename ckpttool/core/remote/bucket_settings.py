@@ -1,14 +1,14 @@
-"""Whose buckets, with which credentials: what the environment and the files of the stores' own tools say."""
+"""Endpoints and credentials of buckets, from the environment and the files of the stores' own tools."""
 
 from __future__ import annotations
 
 import configparser
 import contextlib
-import http.client
 import importlib
 import os
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from http.client import HTTPConnection, HTTPException
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -52,9 +52,9 @@ def connected(
         "retry_config": _retries(patience),
         "credential_provider": settings.credentials,
     }
-    if scheme == "s3":
-        return S3Store(name, **arguments)
-    return GCSStore(name, **arguments) if scheme == "gs" else AzureStore(name, **arguments)
+    stores: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+    store: S3Store | GCSStore | AzureStore = stores[scheme](name, **arguments)
+    return store
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
@@ -65,21 +65,20 @@ def _is_plain(config: dict[str, Any]) -> bool:
 
 
 def _retries(patience: Patience) -> dict[str, Any]:
-    waits = {"init_backoff": patience.first_wait, "max_backoff": patience.longest_wait, "base": 2}
-    backoff = {name: value if name == "base" else timedelta(seconds=value) for name, value in waits.items()}
-    return {
-        "max_retries": patience.attempts - 1,
-        "retry_timeout": timedelta(seconds=patience.longest),
-        "backoff": backoff,
-    }
+    first, longest, all_of_them = (
+        timedelta(seconds=each) for each in (patience.first_wait, patience.longest_wait, patience.longest)
+    )
+    backoff = {"init_backoff": first, "max_backoff": longest, "base": 2}
+    return {"max_retries": patience.attempts - 1, "retry_timeout": all_of_them, "backoff": backoff}
 
 
 def settings_of(scheme: str) -> BucketSettings:
     """Return the settings for all buckets of a scheme: `s3`, `gs` or `az`.
 
-    The library itself reads what its own documentation lists, such as AWS_ACCESS_KEY_ID, AWS_REGION,
-    GOOGLE_APPLICATION_CREDENTIALS and AZURE_STORAGE_SAS_TOKEN; this adds what it does not know. Requests are
-    unsigned where nothing holds credentials. Raises UsageFault for settings that can't be used.
+    The library itself reads the variables that its documentation lists, such as AWS_ACCESS_KEY_ID,
+    AWS_REGION, GOOGLE_APPLICATION_CREDENTIALS and AZURE_STORAGE_SAS_TOKEN. This adds the settings that it
+    does not know. Without credentials, requests are unsigned. Raises UsageFault for settings that can't be
+    used.
     """
     return {"s3": _amazon, "gs": _google, "az": _azure}[scheme]()
 
@@ -91,22 +90,14 @@ def _set(*names: str) -> str:
 
 def _amazon() -> BucketSettings:
     profile = _profile()
-    config: dict[str, Any] = {}
-    if endpoint := _set("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") or profile.get(
-        "endpoint_url"
-    ):
-        config["endpoint"] = endpoint
-    if region := _set("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region"):
-        config["region"] = region
+    endpoint = _set("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") or profile.get("endpoint_url")
+    region = _set("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region")
+    named = {"endpoint": endpoint, "region": region}
+    config: dict[str, Any] = {name: value for name, value in named.items() if value}
     if _set("AWS_SKIP_SIGNATURE").lower() in ("1", "true"):
         return BucketSettings(config, False)
-    found_by_library = (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    )
-    if _set(*found_by_library):
+    of_container = "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"
+    if _set("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", *of_container):  # the library finds these
         return BucketSettings(config, True)
     if "aws_access_key_id" in profile:
         names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
@@ -136,14 +127,13 @@ def _profile() -> dict[str, str]:
         if file.has_section(section):
             found |= {key: value or "" for key, value in file.items(section)}
     if name and not found:
-        raise UsageFault(
-            f"AWS_PROFILE: there is no profile {name!r}", hint="run: aws configure list-profiles"
-        )
+        hint = "run: aws configure list-profiles"
+        raise UsageFault(f"AWS_PROFILE: there is no profile {name!r}", hint=hint)
     return found
 
 
 def _boto3() -> Callable[[], Any]:
-    """Return what asks AWS's own library for credentials, of profiles that must be logged in or assumed."""
+    """Return a function that asks boto3 for the credentials of a profile without keys of its own."""
     # obstore's own provider over boto3 needs Python 3.11.
     try:
         credentials = importlib.import_module("boto3").Session().get_credentials()
@@ -173,16 +163,14 @@ def _is_amazon_role() -> bool:
 
 
 def _answer(place: str, method: str, path: str, headers: dict[str, str]) -> str:
-    """Return what a machine's metadata server says; "" where there is none, or it refuses."""
+    """Return the answer of the machine's metadata server; "" where there is none, or it refuses."""
     # The library would wait for minutes on a machine that has none.
     server = urlsplit(place)
-    connection = http.client.HTTPConnection(
-        server.hostname or "", server.port or 80, timeout=METADATA_SECONDS
-    )
-    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+    connection = HTTPConnection(server.hostname or "", server.port or 80, timeout=METADATA_SECONDS)
+    with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException, ValueError):
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
-        if response.status == http.client.OK:
+        if response.status == 200:
             return response.read(1 << 16).decode("latin-1").strip()
     return ""
 
@@ -229,7 +217,7 @@ def _azure() -> BucketSettings:
 
 
 def _connection(text: str) -> dict[str, Any]:
-    """Return what one of Azure's connection strings says: `AccountName=…;AccountKey=…;BlobEndpoint=…`."""
+    """Return the settings in a connection string of Azure: `AccountName=…;AccountKey=…;BlobEndpoint=…`."""
     parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     if parts.get("UseDevelopmentStorage") == "true":
         return {"use_emulator": True}
@@ -246,7 +234,7 @@ def _connection(text: str) -> dict[str, Any]:
     return config
 
 
-# What to do where a store refuses, without credentials and with some.
+# Hints where a store refuses access, with or without credentials.
 HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",

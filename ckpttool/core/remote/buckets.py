@@ -1,4 +1,4 @@
-"""What obstore's errors mean, in one line: its own hold pages of Rust, and URLs that may be signed."""
+"""Objects in buckets, s3://, gs:// and az://, over obstore: its errors, uploads, and the store itself."""
 
 from __future__ import annotations
 
@@ -19,32 +19,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 from ...errors import Damaged, FileError, Unreadable, already_exists
 from ..files.commit import naming
 from ..files.threads import cut
+from . import store as stores
 from .bucket_settings import HINTS, UPLOADING, BucketSettings, connected, settings_of
-from .store import (
-    CODE,
-    SLOWEST,
-    TRAFFIC,
-    Facts,
-    ListedEntry,
-    Missing,
-    Patience,
-    Progress,
-    Unanswered,
-    Unranged,
-    changed,
-    ended,
-    interruptible,
-    next_step,
-    started,
-)
+from .store import TRAFFIC, Facts, ListedEntry, Missing, Patience, Progress, Unanswered, Unranged
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
     from obstore.store import ObjectStore
 
-# An answer that is no success: its status.
+# ---- Errors of obstore in one line: its own texts hold pages of Rust, and URLs that may be signed
+
 STATUS = re.compile(r"status code: (\d{3})")
-REASONS = (  # what stands in the text -> what it means
+REASONS = (  # a word of the text -> what it means
     ("dns error", "there is no such host, or no network"),
     ("Connection refused", "connection refused"),
     ("TimedOut", "no answer in time"),
@@ -92,22 +78,24 @@ def status_of(error: BaseException) -> int:
 
 def _translated(error: Exception, shown: str, scheme: str, is_signed: bool) -> FileError:
     text, status = str(error), status_of(error)
-    code = found[1] if (found := CODE.search(text)) else ""
+    code = found[1] if (found := stores.CODE.search(text)) else ""
     answer = f"{status} {code}".strip()
     if code in ("NoSuchBucket", "ContainerNotFound"):
-        return Unreadable(
-            shown, "there is no such bucket" if scheme != "az" else "there is no such container"
-        )
+        what = "bucket" if scheme != "az" else "container"
+        return Unreadable(shown, f"there is no such {what}")
     if status == 404 or isinstance(error, FileNotFoundError):
         return Missing(shown, "there is no such object")
     if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
-        return Unreadable(shown, f"access is refused ({answer})", hint=_credentials(scheme, is_signed))
+        found_some = (
+            "the credentials that were found don't allow it" if is_signed else "no credentials were found"
+        )
+        return Unreadable(shown, f"access is refused ({answer})", hint=f"{found_some}: {HINTS[scheme]}")
     if status in (301, 307, 400) and code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         reason = "the bucket is in another region"
         return Unreadable(shown, reason, hint=OTHER_HINTS[reason])
     if status:
         usual = "the server is busy: try again later" if status in (429, 500, 503) else None
-        hint = next_step(code) or usual
+        hint = stores.next_step(code) or usual
         return Unreadable(shown, f"the server answers {answer}", hint=hint)
     if "parse path" in text or "invalid path" in text or isinstance(error, ValueError):
         what = "keys with empty parts, `.`, `..` or control characters can't be addressed"
@@ -119,19 +107,13 @@ def _translated(error: Exception, shown: str, scheme: str, is_signed: bool) -> F
     return Unreadable(shown, reason, hint=hint)
 
 
-def _credentials(scheme: str, is_signed: bool) -> str:
-    if is_signed:
-        return f"the credentials that were found don't allow it: {HINTS[scheme]}"
-    return f"no credentials were found: {HINTS[scheme]}"
-
-
 def _shortened(text: str) -> str:
     """Return the last words of an error's first line, without its URLs."""
     line = text.splitlines()[0].rsplit(" - ", 1)[-1] if text else "unknown error"
     return re.sub(r"\w+://\S+", "…", re.sub(r"^Generic \w+ error: ", "", line))[:200]
 
 
-# ---- One file to one object, in parts of which several are on their way, and none stays behind.
+# ---- Uploads: one file to one object, in parts; several are under way, and none stays behind
 
 
 PART = 8 << 20  # bytes; small, since an upload is aborted when one has arrived
@@ -202,7 +184,8 @@ def _put_whole(
     sent = Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
     mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
     TRAFFIC.count()
-    ended(started(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False)), LAST * longest)
+    put = stores.started(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False))
+    stores.ended(put, LAST * longest)
     progress(len(data))
     return sent
 
@@ -228,7 +211,9 @@ def _put_parts(
                 raise UploadStopped
             yield piece
             handed_over.put(len(piece))
-        started(before_end).result()  # in a thread of its own: in this one the library does not call itself
+        stores.started(
+            before_end
+        ).result()  # in a thread of its own: in this one the library does not call itself
         if stop.is_set():
             raise UploadStopped
         handed_over.put(None)
@@ -239,11 +224,11 @@ def _put_parts(
         finally:
             handed_over.put(None)
 
-    outcome = started(put)
+    outcome = stores.started(put)
     try:
         while (nbytes := _next(handed_over, LAST * longest)) is not None:
             progress(nbytes)
-        ended(outcome, LAST * longest)
+        stores.ended(outcome, LAST * longest)
     except BaseException as error:
         stop.set()
         # Until the library has asked for the next part, and aborted the upload.
@@ -280,7 +265,7 @@ def _pieces(file: BinaryIO, part: int, sent: Sent) -> Iterator[bytes]:
             return
 
 
-# ---- Objects in buckets: s3://, gs:// and az://, over obstore.
+# ---- The store
 
 
 PAGE = 1000  # keys that a store lists in one answer
@@ -317,19 +302,21 @@ class Bucket:
 
     def head(self, key: str, nbytes: int) -> tuple[bytes, Facts]:
         """Return the first `nbytes` bytes of an object, and its facts: one request; two if it is empty."""
+        from obstore.exceptions import BaseError
+
         self._check(key)
         with self._named(key):
             if nbytes:
                 try:
                     return self._get(key, {"range": (0, nbytes)}, nbytes)
-                except self._library_error as error:
+                except BaseError as error:
                     if status_of(error) != 416:  # no byte is in any range of an empty object
                         raise
             return b"", self._facts(key)
 
     def read(self, key: str, facts: Facts, offset: int, nbytes: int) -> bytes:
         """Return bytes of an object: one request. Raises Damaged if it is not that of `facts` any more."""
-        from obstore.exceptions import PreconditionError
+        from obstore.exceptions import BaseError, PreconditionError
 
         self._check(key)
         if not nbytes:
@@ -340,14 +327,12 @@ class Bucket:
         with self._named(key):
             try:
                 data, now = self._get(key, options, nbytes)
-            except PreconditionError:
-                raise changed(self.shown(key)) from None
-            except self._library_error as error:
-                if status_of(error) == 416:  # it was longer
-                    raise changed(self.shown(key)) from None
+            except BaseError as error:
+                if isinstance(error, PreconditionError) or status_of(error) == 416:  # it was longer
+                    raise stores.changed(self.shown(key)) from None
                 raise
         if now.size != facts.size or facts.identity not in ("", now.identity):
-            raise changed(self.shown(key))
+            raise stores.changed(self.shown(key))
         if len(data) != nbytes:
             raise Damaged(self.shown(key), f"{len(data)} bytes came where {nbytes} were asked for")
         return data
@@ -421,15 +406,13 @@ class Bucket:
             raise Damaged(self.shown(key), f"what arrived is not what was sent of {path}", hint=hint)
 
     def _rest(self, key: str) -> str:
-        """Return in words what may be left of an upload that nobody has ended, and who removes it."""
+        """Say what may be left of an unfinished upload, and who removes it."""
         return f"parts of {self.shown(key)} may be left, unseen: {LEFTOVERS[self._scheme].format(self._name)}"
 
     def _is_same(self, key: str, facts: Facts, path: str) -> bool:
         with naming(path, "read"), open(path, "rb") as file:
-            for start, nbytes in cut(facts.size, BACK):
-                if self.read(key, facts, start, nbytes) != file.read(nbytes):
-                    return False
-        return True
+            parts = cut(facts.size, BACK)
+            return all(self.read(key, facts, start, nbytes) == file.read(nbytes) for start, nbytes in parts)
 
     def _refuse_existing(self, key: str) -> None:
         with contextlib.suppress(Missing), self._named(key):
@@ -448,24 +431,18 @@ class Bucket:
     def _writer(self) -> ObjectStore:
         return connected(self._scheme, self._name, self._settings, self._patience, writes=True)
 
-    @property
-    def _library_error(self) -> type[Exception]:
-        from obstore.exceptions import BaseError
-
-        return BaseError
-
     def _named(self, key: str) -> contextlib.AbstractContextManager[None]:
         return named(self.shown(key), self._scheme, is_signed=self._settings.is_signed)
 
     def _check(self, key: str) -> None:
-        """Refuse a key of which the library would make another; what it can't spell it refuses itself."""
+        """Refuse a key that the library would silently change."""
         if not key or key.startswith("/") or key.endswith("/"):
             raise Unreadable(self.shown(key), "is the name of a folder, or a key that can't be addressed")
 
     def _answer(self, key: str, ask: Callable[[], T], nbytes: int = 0) -> T:
-        """Return what the library does; `nbytes` are those of the answer that may be many."""
+        """Return the library's answer, in which many bytes, `nbytes`, are awaited."""
         try:
-            return interruptible(ask, self._patience.longest + nbytes / SLOWEST)
+            return stores.ended(stores.started(ask), self._patience.longest + nbytes / stores.SLOWEST)
         except Unanswered as late:
             raise Unreadable(self.shown(key), f"the server's answer does not end within {late}") from None
 
@@ -488,7 +465,7 @@ class Bucket:
         return _facts(self._answer(key, lambda: obstore.head(self._reader, key)))
 
     def _below(self, folder: str) -> Iterator[ObjectMeta]:
-        """Yield the objects below a folder, but of a sub-folder that fills a page only some."""
+        """Yield the objects below a folder; of a sub-folder that fills a page, only some."""
         # The library's own listing by folders takes all pages before it returns; this one can be given up.
         seen = 0
         after: str | None = None

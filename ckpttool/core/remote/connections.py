@@ -1,4 +1,4 @@
-"""Connections that end in bounded time, by the proxies and certificates that are set; their faults."""
+"""GET requests by range that end in bounded time: connections, proxies, redirects, retries and checks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
+from itertools import count
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from ...errors import Unreadable
 from .. import system
-from .store import (
-    CODE,
-    DATED,
-    SLOWEST,
-    TRAFFIC,
-    Bytes,
-    Facts,
-    Forbidden,
-    Missing,
-    Patience,
-    Unranged,
-    changed,
-    next_step,
-    seconds_asked,
-)
+from . import store
+from .store import SLOWEST, TRAFFIC, Bytes, Facts, Missing, Patience, changed
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, HTTPConnectionPool, PoolManager
@@ -46,11 +34,11 @@ TRUST = "set SSL_CERT_FILE to a file with the certificate of the authority that 
 
 
 class _Late(TimeoutError):
-    """Headers came, but no end of them."""
+    """The headers do not end."""
 
 
 class _Timely(io.RawIOBase):
-    """What arrives on a connection, until a time while one is set: it bounds headers that drip."""
+    """The bytes that arrive on a connection; a time limit bounds headers that drip."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw, self._sock = raw, sock
@@ -80,9 +68,9 @@ class _Timely(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    """A response whose status and headers come in bounded time, and whose body may go where it is wanted."""
+    """A response with a time limit for its headers, whose body is read straight into given memory."""
 
-    room: memoryview | None = None  # of the bytes that come next
+    room: memoryview | None = None  # for the next bytes
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -98,11 +86,11 @@ class _Response(HTTPResponse):
         if self.room is None or self.fp is None or self.chunked or self.length is None:
             return super().read1(n)
         view = self.room[: min(n, self.length)]
-        count = self.fp.readinto1(view)
-        self.length -= count
-        if not self.length or (len(view) and not count):
+        nbytes = self.fp.readinto1(view)
+        self.length -= nbytes
+        if not self.length or (len(view) and not nbytes):
             self.close()
-        return cast(bytes, view[:count])
+        return cast(bytes, view[:nbytes])
 
 
 class Connection:
@@ -114,7 +102,7 @@ class Connection:
 
 
 def manager_by(scheme: str, proxy: str | None, stall: float) -> PoolManager:
-    """Return pools that reach hosts directly, or by a proxy."""
+    """Return pools of connections to hosts, direct or by a proxy."""
     import urllib3
     from urllib3 import connection, connectionpool
 
@@ -157,14 +145,14 @@ def _without_query(record: logging.LogRecord) -> bool:
 
 
 class Fault(Exception):
-    """Why an attempt failed, and whether another one may do better."""
+    """The reason of a failed attempt, and whether another attempt may succeed."""
 
     def __init__(
         self, reason: str, *, passes: bool = True, asked: float | None = None, hint: str | None = None
     ) -> None:
         super().__init__(reason)
         self.reason, self.passes, self.hint = reason, passes, hint
-        self.asked = asked  # seconds until the next attempt, by the server's word
+        self.asked = asked  # seconds that the server asks to wait
 
 
 def named(error: Exception, stall: float, *, known: bool) -> Fault:
@@ -208,7 +196,7 @@ def _reason(cause: object) -> str:
     return "the connection failed"
 
 
-# ---- Bytes of an object that are wanted, and whether what a server sends are those.
+# ---- The bytes that are wanted, compared with those that a server sends
 
 
 RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
@@ -229,17 +217,6 @@ class Wanted:
 
     def __post_init__(self) -> None:
         self.known = self.expected
-
-    @property
-    def is_page(self) -> bool:
-        return self.stop is None and self.expected is None
-
-    def take(self, chunk: Bytes) -> None:
-        """Append what has arrived, if it is not there already."""
-        if isinstance(chunk, memoryview):
-            self.file.seek(len(chunk), os.SEEK_CUR)
-        else:
-            self.file.write(chunk)
 
     def asked(self) -> dict[str, str]:
         """Return the headers that ask for the bytes that are not in the file."""
@@ -271,13 +248,13 @@ class Wanted:
         return facts, end - begin, True
 
     def _front(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
-        """Agree to an answer with the whole object, of which the first bytes may be enough."""
+        """Accept an answer with the whole object; the first bytes may be enough."""
         size = _length(answer)
         if size is None:
             raise Fault("the server does not tell its size", passes=False)
         facts = self._unchanged(Facts(size, identity(answer, size), is_ranged=False))
         if self.stop is not None and self.expected is not None:
-            raise Unranged(self.shown, "the server sends it only from front to back")
+            raise store.Unranged(self.shown, "the server sends it only from front to back")
         self.file.seek(0)
         self.file.truncate()
         nbytes = size if self.stop is None else min(self.stop, size)
@@ -295,7 +272,7 @@ def identity(answer: BaseHTTPResponse, size: int) -> str:
     etag, modified = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
     if re.fullmatch(r'"[!#-~]+"', etag):
         return etag
-    return f"{DATED}{modified} {size}" if modified else ""
+    return f"{store.DATED}{modified} {size}" if modified else ""
 
 
 def _length(answer: BaseHTTPResponse) -> int | None:
@@ -303,14 +280,14 @@ def _length(answer: BaseHTTPResponse) -> int | None:
     return int(told) if re.fullmatch(r"[0-9]{1,19}", told) else None
 
 
-# ---- GET requests by range: redirects, retries, and checks of what arrives.
+# ---- Requests
 
 
 REDIRECTS = 5  # that are followed for one request
 PIECE = 1 << 20  # bytes of a body that are taken from a connection at a time
 LONGEST_PAGE = 64 << 20  # bytes of an answer that is no object
-LEFT = 1 << 12  # bytes of a body that nobody wants which cost less to read than a new connection
-PASSING = {408, 429, 500, 502, 503, 504}  # statuses of a server that may do better when it is asked again
+LEFT = 1 << 12  # unwanted bytes of a body that cost less to read than a new connection
+PASSING = {408, 429, 500, 502, 503, 504}  # statuses after which another attempt may succeed
 MOVED = {301, 302, 303, 307, 308}
 
 
@@ -336,7 +313,7 @@ class Response:
         if self.status in (404, 410):
             raise Missing(shown, f"no such object (status {self.status})")
         if self.status in (401, 403):
-            raise Forbidden(shown, f"access is refused (status {self.status})", hint=credentials)
+            raise store.Forbidden(shown, f"access is refused (status {self.status})", hint=credentials)
         raise Unreadable(shown, f"the server answers with status {self.status}")
 
 
@@ -380,9 +357,8 @@ class Transport:
         """
         # Its pages go back at once, where a thread's heap keeps what was freed.
         room = system.memory(stop - start) if expected and expected.size else io.BytesIO()
-        response = self._patiently(
-            Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
-        )
+        wanted = Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
+        response = self._patiently(wanted)
         body = memoryview(room) if isinstance(room, mmap.mmap) else room.getbuffer()
         return replace(response, body=body[: room.tell()])
 
@@ -391,14 +367,13 @@ class Transport:
         return self._patiently(Wanted(url, shown, 0, None, {}, expected, file))
 
     def page(self, url: str, *, shown: str, headers: Mapping[str, str]) -> Response:
-        """Return an answer whose length and version nobody knows before, such as a listing."""
+        """Return an answer of unknown length and version, such as a listing."""
         body = io.BytesIO()
         response = self._patiently(Wanted(url, shown, 0, None, headers, None, body))
         return replace(response, body=body.getvalue())
 
     def _patiently(self, wanted: Wanted) -> Response:
-        attempt = 1
-        while True:
+        for attempt in count(1):
             # The error that a user sees is raised outside of `except`: its context would hold the signed URL.
             outcome = self._attempted(wanted)
             if isinstance(outcome, Response):
@@ -406,7 +381,7 @@ class Transport:
             if not outcome.passes or attempt == self._patience.attempts:
                 raise Unreadable(wanted.shown, outcome.reason, hint=outcome.hint)
             self._patience.wait(attempt, outcome.asked)
-            attempt += 1
+        raise AssertionError  # count() has no end
 
     def _attempted(self, wanted: Wanted) -> Response | Fault:
         from urllib3.exceptions import HTTPError
@@ -470,11 +445,14 @@ class Transport:
         if encoding.lower() != "identity":
             what = f"the server sends it compressed ({encoding[:20]!a}), though asked not to"
             raise Fault(what, passes=False)
-        if wanted.is_page:
-            return self._take_page(wanted, answer)
+        if wanted.stop is None and wanted.expected is None:
+            return self._take_page(wanted.file, answer)
         facts, nbytes, is_whole = wanted.agreed(answer)
         for chunk in self._chunks(answer, nbytes, wanted.file):
-            wanted.take(chunk)
+            if isinstance(chunk, memoryview):  # it lies in the file already
+                wanted.file.seek(len(chunk), os.SEEK_CUR)
+            else:
+                wanted.file.write(chunk)
             TRAFFIC.count(requests=0, nbytes=len(chunk))
             wanted.known, nbytes = facts, nbytes - len(chunk)
         if nbytes:
@@ -483,17 +461,16 @@ class Transport:
             raise Fault("the server sends more bytes than it says", passes=False)
         return facts
 
-    def _take_page(self, wanted: Wanted, answer: BaseHTTPResponse) -> Facts:
-        wanted.file.seek(0)
-        wanted.file.truncate()
-        for chunk in self._chunks(answer, LONGEST_PAGE + 1, wanted.file):
-            wanted.file.write(chunk)
-        if wanted.file.tell() > LONGEST_PAGE:
+    def _take_page(self, file: BinaryIO, answer: BaseHTTPResponse) -> Facts:
+        file.seek(0)
+        file.truncate()
+        file.writelines(self._chunks(answer, LONGEST_PAGE + 1, file))
+        if file.tell() > LONGEST_PAGE:
             raise Fault(f"the answer is longer than {LONGEST_PAGE >> 20} MiB", passes=False)
-        return Facts(wanted.file.tell())
+        return Facts(file.tell())
 
     def _chunks(self, answer: BaseHTTPResponse, most: int, file: object) -> Iterator[Bytes]:
-        """Yield at most so many bytes of a body, as they arrive; those for a map lie in it then."""
+        """Yield a body as it arrives, at most `most` bytes; chunks for a map lie in it already."""
         began, got = time.monotonic(), 0
         response = getattr(answer.connection, "response", None) if isinstance(file, mmap.mmap) else None
         while got < most:
@@ -511,7 +488,7 @@ class Transport:
                 raise Fault(f"fewer than {SLOWEST} bytes a second arrive")
 
     def _manager(self, url: str) -> PoolManager:
-        """Return the pools of all hosts that are reached as this one is: directly, or by a proxy."""
+        """Return the pools of the hosts that are reached in the same way: directly, or by a proxy."""
         parts = urlsplit(url)
         host = parts.scheme, parts.netloc.rpartition("@")[2], os.getpid()
         with self._lock:
@@ -530,14 +507,14 @@ def _proxy(scheme: str, host: str) -> str | None:
 
 
 def _busy(answer: BaseHTTPResponse) -> Fault:
-    """Return the fault of a server that may do better later, with what it says to do."""
+    """Return the fault of a busy server, with its own advice as hint."""
     from urllib3.exceptions import HTTPError
 
-    text, seconds = b"", seconds_asked(answer.headers)
+    text, seconds = b"", store.seconds_asked(answer.headers)
     with suppress(HTTPError):
         text = answer.read1(LEFT)
-    code = found[1] if (found := CODE.search(text.decode("latin-1"))) else ""
-    what, hint = f"the server answers with status {answer.status}", next_step(code, seconds)
+    code = found[1] if (found := store.CODE.search(text.decode("latin-1"))) else ""
+    what, hint = f"the server answers with status {answer.status}", store.next_step(code, seconds)
     if answer.status == 429:
         what, hint = "the server asks to slow down (status 429)", hint or "wait some minutes"
     return Fault(what, asked=seconds, hint=hint)
@@ -555,7 +532,7 @@ def leave(answer: BaseHTTPResponse) -> None:
 
 
 def target(url: str, location: str) -> str:
-    """Return where a redirect leads, if it may be followed."""
+    """Return the target of a redirect. Raises Fault where it must not be followed."""
     try:
         target = urljoin(url, location).partition("#")[0]
         scheme, host, _ = origin(target)

@@ -1,4 +1,4 @@
-"""Files that go to a repository of the hub in one commit, and are compared with it afterwards."""
+"""Repositories of the hub, hf://, read by ranges at one commit and written by one commit."""
 
 from __future__ import annotations
 
@@ -8,36 +8,20 @@ import re
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from ...errors import Damaged, Refused, Unreadable, UsageFault, already_exists
+from . import hub_calls as calls
 from .connections import Response, Transport
-from .hub_calls import (
-    SHA,
-    About,
-    Commit,
-    authorization,
-    call,
-    client,
-    endpoint,
-    is_offline,
-    look,
-    offline,
-    refused,
-)
+from .hub_calls import About, Commit, authorization, endpoint, is_offline, look
 from .store import Bytes, Facts, ListedEntry, Missing, Patience, Progress, changed
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
-
-T = TypeVar("T")
 
 
 class Upload:
-    """Local files on their way to a branch of a repository."""
+    """Local files that go to a branch of a repository in one commit, and are compared with it afterwards."""
 
     def __init__(
         self, about: About, files: Mapping[str, str], patience: Patience, transport: Transport
@@ -45,12 +29,16 @@ class Upload:
         """Look at the files: path in the repository -> local path."""
         from huggingface_hub import CommitOperationAdd
 
-        if about.revision and SHA.fullmatch(about.revision):
+        if about.revision and calls.SHA.fullmatch(about.revision):
             raise UsageFault(f"{about.url}: a commit takes no files", hint="name a branch")
-        absent = (
-            f"make it first: `hf repos create {about.argument}`, signed in by `hf auth login` or HF_TOKEN"
-        )
-        self._about, self._patience, self._transport = about._replace(absent=absent), patience, transport
+        how = f"`hf repos create {about.argument}`, signed in by `hf auth login` or HF_TOKEN"
+        self._about = about._replace(absent=f"make it first: {how}")
+        self._patience, self._transport = patience, transport
+        self._branch: dict[str, Any] = {
+            "repo_id": about.name,
+            "repo_type": about.kind,
+            "revision": about.revision,
+        }
         self._paths = {key: os.path.abspath(path) for key, path in files.items()}
         try:
             self._additions = [CommitOperationAdd(key, path) for key, path in self._paths.items()]
@@ -59,67 +47,52 @@ class Upload:
 
     def commit(self, *, replace: bool, progress: Progress | None) -> Commit:
         """Send the files, and add them by one commit, which is returned. Raises as `Store.put` does."""
-        # The library warns of names that it finds unusual, and of its own ways.
+        # The library warns of unusual names and of its own changes.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self._compared(self._sent(replace, progress))
 
     def _sent(self, replace: bool, progress: Progress | None) -> Commit:
-        head = self._head(replace)
+        head, client = self._head(replace), calls.client()
         # One after another: an interrupt would have to wait for all that a pool of threads has begun.
         for addition in self._additions:
-            self._call(partial(self._send, addition))
+            send = partial(client.preupload_lfs_files, free_memory=False, **self._branch)
+            calls.call(self._about, partial(send, additions=[addition]), self._patience)
             if progress:
                 progress(addition.upload_info.size)
         for _ in range(self._patience.attempts):
-            sha = self._call(partial(self._add, None if replace else head.sha))
-            if sha is not None:
-                return self._look(sha)
+            add = partial(self._add, None if replace else head.sha)
+            if (sha := calls.call(self._about, add, self._patience)) is not None:
+                return look(self._about, sha, self._transport)
             head = self._head(replace)
         raise Refused(self._about.url, "others commit to it all the time", hint="run the command again")
 
-    def _call(self, do: Callable[[], T]) -> T:
-        return call(self._about, do, self._patience)
-
-    def _look(self, revision: str | None) -> Commit:
-        return look(self._about, revision, self._transport)
-
     def _head(self, replace: bool) -> Commit:
-        """Return the branch's newest commit, which has none of the files, if they are not to be replaced."""
-        head = self._look(self._about.revision)
+        """Return the branch's newest commit. Raises OutputExists where it has a file, unless `replace`."""
+        head = look(self._about, self._about.revision, self._transport)
         if not replace and (there := next(filter(head.facts, self._paths), None)):
             raise already_exists(f"{self._about.url}/{there}")
         return head
-
-    def _send(self, addition: CommitOperationAdd) -> None:
-        client().preupload_lfs_files(
-            self._about.name,
-            [addition],
-            repo_type=self._about.kind,
-            revision=self._about.revision,
-            free_memory=False,
-        )
 
     def _add(self, parent: str | None) -> str | None:
         """Commit the files; return the commit's hash, or None if the branch is no longer at `parent`."""
         from huggingface_hub.errors import HfHubHTTPError
 
         names = list(self._paths)
-        message = f"Add {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        message = f"Add {names[0]}{more} with ckpttool"
         try:
-            done = client().create_commit(
-                self._about.name,
-                self._additions,
-                commit_message=f"{message} with ckpttool",
-                repo_type=self._about.kind,
-                revision=self._about.revision,
-                parent_commit=parent,
+            return (
+                calls.client()
+                .create_commit(
+                    operations=self._additions, commit_message=message, parent_commit=parent, **self._branch
+                )
+                .oid
             )
         except HfHubHTTPError as error:
             if error.response.status_code != 412:
                 raise
             return None
-        return done.oid
 
     def _compared(self, commit: Commit) -> Commit:
         for addition in self._additions:
@@ -129,7 +102,7 @@ class Upload:
                 raise Damaged(url, "the hub does not have what was sent", hint="run the command again")
         return commit
 
-    def _is_same(self, addition: CommitOperationAdd, facts: Facts | None) -> bool:
+    def _is_same(self, addition: Any, facts: Facts | None) -> bool:
         if facts is None or facts.size != addition.upload_info.size:
             return False
         if facts.content:
@@ -141,7 +114,7 @@ class Upload:
         return facts.identity == f"git:{git.hexdigest()}"
 
 
-# ---- Repositories of the hub, hf:// : read by ranges at one commit, written by one commit.
+# ---- Reading a repository
 
 
 KINDS = {"models/": "model", "datasets/": "dataset", "spaces/": "space"}
@@ -182,8 +155,6 @@ def cached(place: Location) -> str | None:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    from .hub_calls import quiet
-
     path, kind, revision = place.path.strip("/"), place.kind, place.revision
     if ".." in path.split("/"):
         return None
@@ -192,7 +163,7 @@ def cached(place: Location) -> str | None:
             found = try_to_load_from_cache(place.repo, path, repo_type=kind, revision=revision)
             if isinstance(found, str):
                 return found
-        with quiet():
+        with calls.quiet():
             top = snapshot_download(place.repo, repo_type=kind, revision=revision, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
@@ -201,7 +172,7 @@ def cached(place: Location) -> str | None:
 
 
 class _Place(NamedTuple):
-    """Where the bytes of a file were found. The URL may be signed, and is a secret then."""
+    """Where the bytes of a file were found. A signed URL is a secret."""
 
     url: str
     facts: Facts  # as the host there tells them
@@ -285,7 +256,7 @@ class Repository:
 
     def _check_online(self) -> None:
         if is_offline():
-            raise offline(self._about(""))
+            raise calls.offline(self._about(""))
 
     def _commit(self) -> Commit:
         """Return the pinned commit."""
@@ -335,7 +306,7 @@ class Repository:
         if response.facts is None and self._is_hubs(response.url):
             if response.headers.get("X-Error-Code") in ("RevisionNotFound", "EntryNotFound"):
                 raise changed(shown)  # the listing had it
-            raise refused(self._about(key), response.status, response.headers)
+            raise calls.refused(self._about(key), response.status, response.headers)
         found = response.checked(shown).facts
         told = _hash_of((*response.redirects, response.headers))
         if found is None or found.size != facts.size or (told and told not in facts.identity):
@@ -349,8 +320,8 @@ class Repository:
 
 
 def _hash_of(answers: tuple[Mapping[str, str], ...]) -> str:
-    """Return the hash of a file that the hub tells beside it, or on the way to it; "" if it tells none."""
-    # Another host where a large file lies knows it by a tag of its own.
+    """Return the hash of a file from the headers of the hub's answers; "" if there is none."""
+    # The ETag of the host of a large file is another one.
     linked = [answer["X-Linked-Etag"] for answer in answers if "X-Linked-Etag" in answer]
     tag = linked[0] if linked else answers[0].get("ETag", "")
     tag = tag.removeprefix("W/").strip('"')

@@ -1,8 +1,7 @@
-"""What the hub tells of a repository: its own pages, for the endpoint and the token that a user has set."""
+"""Requests to the hub: its pages about a repository, its commits, and calls of huggingface_hub."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import os
@@ -36,7 +35,7 @@ class NoEntry(Missing, kind="no-entry"):
 
 
 class About(NamedTuple):
-    """What a call is about, for its errors."""
+    """The repository of a call, for its errors."""
 
     url: str
     page: str  # the repository's, for people
@@ -74,7 +73,7 @@ def authorization() -> dict[str, str]:
 
 
 def _token(path: str) -> str | None:
-    """Return the token as huggingface_hub finds it, without its import (0.2 s) where the place is plain."""
+    """Return the token as huggingface_hub finds it, mostly without its import, which takes 0.2 s."""
     named = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
     if not {"HF_OIDC_RESOURCE", "COLAB_RELEASE_TAG"} & {*os.environ}:
         if named.strip():
@@ -84,11 +83,6 @@ def _token(path: str) -> str | None:
     from huggingface_hub import get_token
 
     return get_token()
-
-
-def ask(about: About, path: str, transport: Transport) -> Any:
-    """Return what a page of the hub says. Raises Missing, Unreadable."""
-    return _asked(about, f"{endpoint()}{path}", transport)[0]
 
 
 def ask_all(about: About, path: str, transport: Transport) -> Iterator[Any]:
@@ -121,7 +115,7 @@ def _asked(about: About, url: str, transport: Transport) -> tuple[Any, str]:
 
 @contextmanager
 def understood(about: About) -> Iterator[None]:
-    """Raise Unreadable where an answer does not say what it should."""
+    """Raise Unreadable where an answer lacks what it should hold."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -149,9 +143,8 @@ def refused(about: About, status: int, headers: Mapping[str, str]) -> CkptToolEr
         return Missing(url, "no such repository, or a private one", hint=hint)
     if status == 403:
         return Unreadable(url, "access is refused (status 403)", hint="use a token that allows it")
-    return Unreadable(
-        url, f"the hub answers with status {status}", hint=next_step(seconds=seconds_asked(headers))
-    )
+    advice = next_step(seconds=seconds_asked(headers))
+    return Unreadable(url, f"the hub answers with status {status}", hint=advice)
 
 
 def offline(about: About) -> Unreadable:
@@ -160,7 +153,7 @@ def offline(about: About) -> Unreadable:
     return Unreadable(about.url, "is not asked for while offline, and not in the hub's cache", hint=hint)
 
 
-# ---- A commit of a repository of the hub, and what it holds: sizes and hashes, mostly by one request.
+# ---- A commit and its files: sizes and hashes, mostly by one request
 
 
 SHA = re.compile("[0-9a-f]{40}")
@@ -194,13 +187,9 @@ class Commit:
         return self.folder(folder).get(name)
 
     def near(self, key: str) -> list[str]:
-        """Return the known files whose names are most like this one."""
-        known = [
-            f"{folder}/{name}" if folder else name
-            for folder, names in self.folders.items()
-            for name, facts in names.items()
-            if facts
-        ]
+        """Return the known files with the most similar names."""
+        listed = ((folder, name) for folder, names in self.folders.items() for name in names if names[name])
+        known = [f"{folder}/{name}" if folder else name for folder, name in listed]
         return difflib.get_close_matches(key, known, n=3)
 
     def _tree(self, folder: str) -> Folder:
@@ -214,9 +203,9 @@ class Commit:
 
 
 def look(about: About, revision: str | None, transport: Transport) -> Commit:
-    """Ask which commit a revision is, and what is in it. Raises Missing, Unreadable."""
+    """Return the commit of a revision, with its files. Raises Missing, Unreadable."""
     path = _address(about.kind, about.name) + (f"/revision/{quote(revision, safe='')}" if revision else "")
-    told = ask(about, f"{path}?blobs=true", transport)
+    told, _ = _asked(about, f"{endpoint()}{path}?blobs=true", transport)
     with understood(about):
         if not SHA.fullmatch(told["sha"]):
             raise ValueError("it names no commit")
@@ -233,7 +222,7 @@ def _address(kind: str, name: str) -> str:
 
 
 def _facts_of(entry: Mapping[str, Any], hashed: str) -> Facts:
-    """Return the facts of a file: of a large one the hub knows the SHA-256, of another git's hash."""
+    """Return the facts of a file. The hub knows the SHA-256 of a large file, git's hash of any other."""
     large = entry.get("lfs")
     digest = f"sha256:{large.get('sha256') or large['oid']}" if large else ""
     size = int((large or entry)["size"])
@@ -252,8 +241,7 @@ def _by_folder(files: Mapping[str, Facts]) -> dict[str, Folder]:
     return folders
 
 
-# ---- Uploads by huggingface_hub: silent, in bounded time, their requests counted, their errors made
-# ours.
+# ---- Calls of huggingface_hub: silent, in bounded time, with counted requests and our errors
 
 
 AGENT = "ckpttool"  # by which our requests are known among all that go through the library's session
@@ -271,10 +259,10 @@ def client() -> HfApi:
 
 
 def call(about: About, do: Callable[[], T], patience: Patience) -> T:
-    """Return what a call of the library returns; try again where the hub may do better then.
+    """Return the result of a call of the library; after a passing fault of the hub, try again.
 
-    Not after a failed connection: the library tries again itself (6 times within 24 s and the stalls), or may
-    have had its way. Raises Missing, Unreadable.
+    A failed connection is not tried again: the library has done so itself (6 times within 24 s and the
+    stalls), or the hub may have carried out the call. Raises Missing, Unreadable.
     """
     for attempt in count(1):
         try:
@@ -296,7 +284,7 @@ def call(about: About, do: Callable[[], T], patience: Patience) -> T:
 
 
 def _bounded(about: About, do: Callable[[], T], seconds: float) -> T:
-    """Return what a call returns, unless the hub takes more seconds for one answer."""
+    """Return the result of a call. Raises Unreadable where one answer takes more than `seconds`."""
     awaited: dict[int, float] = {}  # requests that were sent, and whose answer has not ended: since when
 
     def watched() -> T:
@@ -311,7 +299,7 @@ def _bounded(about: About, do: Callable[[], T], seconds: float) -> T:
 
 
 def _judged(about: About, error: BaseException) -> tuple[CkptToolError, bool, float | None]:
-    """Return an error as ours, whether another try may help, and the seconds that the hub asks to wait."""
+    """Return our error, whether another attempt may help, and how many seconds the hub asks to wait."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
@@ -334,9 +322,9 @@ _of_thread = threading.local()
 _before: tuple[int, bool, bool] = (0, False, False)  # the library's settings while no call is under way
 
 
-@contextlib.contextmanager
+@contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the library from printing, and from telling the hub, and asking it, what else runs here."""
+    """Keep the library from printing, and from sending telemetry."""
     global _under_way, _before
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -365,17 +353,15 @@ def quiet() -> Iterator[None]:
 
 
 def _watch() -> None:
-    """Have the library's session, which a user's own code may share, report our requests."""
+    """Have the library's session report our requests; a user's own code may share the session."""
     from huggingface_hub.utils import get_session
 
     with _lock:
         session = get_session()
         hooks = session.event_hooks
         if _begun not in hooks["request"]:
-            session.event_hooks = {
-                "request": [*hooks["request"], _begun],
-                "response": [*hooks["response"], _answered],
-            }
+            ours = {"request": _begun, "response": _answered}
+            session.event_hooks = {event: [*hooks[event], hook] for event, hook in ours.items()}
 
 
 def _is_ours(request: Any) -> bool:
@@ -383,18 +369,17 @@ def _is_ours(request: Any) -> bool:
 
 
 def _begun(request: Any) -> None:
-    """Count and bound a request of ours: the session waits for ever. Uploads to storage name no agent."""
+    """Count a request of ours and set its time limit. Uploads to storage name no agent."""
     if _is_ours(request) or (_under_way and request.method == "PUT"):
         TRAFFIC.count()
-        given, stall = request.extensions.get("timeout", {}), Patience.usual().stall
-        request.extensions["timeout"] = {
-            kind: given.get(kind) or stall for kind in ("connect", "read", "write", "pool")
-        }
+        given = {each: seconds for each, seconds in request.extensions.get("timeout", {}).items() if seconds}
+        usual = dict.fromkeys(("connect", "read", "write", "pool"), Patience.usual().stall)
+        request.extensions["timeout"] = usual | given
         request.extensions["trace"] = partial(_followed, id(request))
 
 
 def _followed(request: int, event: str, info: object) -> None:
-    """Note when an answer is waited for, and when it has ended: httpx bounds only each byte of it."""
+    """Note when the wait for an answer begins and ends: httpx bounds only the wait for each byte."""
     awaited: dict[int, float] = getattr(_of_thread, "awaited", {})
     if event.endswith("receive_response_headers.started"):
         awaited[request] = time.monotonic()
@@ -403,7 +388,7 @@ def _followed(request: int, event: str, info: object) -> None:
 
 
 def _answered(response: Any) -> None:
-    """Raise for an answer of which the library would sleep as long as the server likes."""
+    """Raise for a busy hub; else the library would sleep as long as the server likes."""
     if response.status_code in PASSING and _is_ours(response.request):
         from huggingface_hub.utils import hf_raise_for_status
 

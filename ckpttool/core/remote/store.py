@@ -1,4 +1,4 @@
-"""Waiting for a library that lets no signal in while it waits itself."""
+"""What every store of objects offers, whoever runs it, and how long it is waited for."""
 
 from __future__ import annotations
 
@@ -20,28 +20,19 @@ T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """An answer does not end, though its bytes come one after another; the text says within which time."""
-
-
-def interruptible(job: Callable[[], T], seconds: float) -> T:
-    """Run a job, so that Ctrl-C or another signal ends the wait for it; the job then ends by itself.
-
-    Raises Unanswered after so many seconds.
-    """
-    # A thread of its own: signals reach only a main thread that does not wait in the library, and only so can
-    # a time be set.
-    return ended(started(job), seconds)
+    """An answer did not end in time, though bytes kept arriving; the text is the time."""
 
 
 def ended(outcome: Future[T], seconds: float) -> T:
     """Return what a job returns. Raises Unanswered after so many seconds."""
-    if wait([outcome], seconds).not_done:  # a library's bound on silence says nothing of an answer that drips
+    if wait([outcome], seconds).not_done:  # a library bounds silence, not an answer that drips
         raise Unanswered(f"{seconds:.3g} s")
     return outcome.result()
 
 
 def started(job: Callable[[], T]) -> Future[T]:
-    """Start a job in a thread of its own, which does not keep the process from ending."""
+    """Start a job in a daemon thread, so that the wait for it has a time limit, and Ctrl-C ends it."""
+    # A library that waits itself lets no signal in: signals reach the main thread only outside of it.
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -54,7 +45,7 @@ def started(job: Callable[[], T]) -> Future[T]:
     return outcome
 
 
-# ---- How long a store is waited for, and how often it is asked again.
+# ---- Patience: how long a store is waited for, and how often it is asked again
 
 
 # Bytes a second below which an answer counts as stalled, though one byte comes after the other.
@@ -93,7 +84,7 @@ class Patience:
         time.sleep(min(doubled if asked is None else asked, self.longest_wait))
 
 
-# ---- What a store that is busy says to do next: when to come back, or to ask for less at a time.
+# ---- A busy store: when to come back, or to ask for less at a time
 
 
 LONGEST = 86_400  # seconds to which a user may be asked to come back
@@ -129,7 +120,7 @@ def next_step(code: str = "", seconds: float | None = None) -> str | None:
     return None
 
 
-# ---- What a store of objects does, whoever runs it; and a count of what was asked of all of them.
+# ---- The interface of a store, and a count of all requests
 
 
 Bytes = bytes | memoryview
