@@ -62,11 +62,10 @@ class FileError(CkptToolError):
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, *, hint: str | None = None) -> None:
-        if len(reason) > LONGEST:  # it holds names of the file's, which may be of any length
+        if len(reason) > LONGEST:  # names in the file may be of any length
             reason = f"{reason[: LONGEST - 100]} … {reason[-97:]}"
         super().__init__(f"{os.fspath(path)}: {reason}", hint=hint)
-        self.path = os.fspath(path)
-        self.reason = reason
+        self.path, self.reason = os.fspath(path), reason
 
 
 class Unreadable(FileError, kind="unreadable"):
@@ -113,7 +112,7 @@ class Ambiguous(CkptToolError, kind="ambiguous", exit_code=1):
     """
 
     def __init__(self, message: str, *, candidates: tuple[str, ...] = (), hint: str | None = None) -> None:
-        # Names of a file's may be of any length.
+        # Names in a file may be of any length.
         super().__init__(message if len(message) <= 3 * LONGEST else f"{message[: 3 * LONGEST]} …", hint=hint)
         self.candidates = candidates
 
@@ -137,9 +136,7 @@ class Mismatch(CkptToolError, kind="mismatch", exit_code=1):
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
-        self.missing = missing
-        self.unexpected = unexpected
-        self.mismatched = mismatched
+        self.missing, self.unexpected, self.mismatched = missing, unexpected, mismatched
 
 
 class UsageFault(CkptToolError, kind="usage", exit_code=2):

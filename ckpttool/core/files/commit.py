@@ -1,4 +1,4 @@
-"""Errors of the system, worded in one place and with the file's name."""
+"""The atomic commit of a file, and what is known of files in folders: names, links, permissions, locks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from ...errors import FileError, Unreadable, UsageFault, already_exists
 from .. import system
 from ..tensors.ref import ByteRange, Source
 from ..words import first_few
-from .resuming import PART, new_file, remove_abandoned
+from .resuming import PART, Attempt, new_file, remove_abandoned
 from .threads import BUFFER
 
-if TYPE_CHECKING:
-    from .resuming import Attempt
+# ---- Errors of the system, with the name of the file
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -57,7 +56,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 @contextlib.contextmanager
 def no_room_named(path: str, *, every: bool = False) -> Iterator[None]:
-    """Name the place in an OSError for lack of room, or in every one: a call may know no name, or another."""
+    """Put a path into each OSError for lack of room, or into `every` OSError."""
     try:
         yield
     except OSError as error:
@@ -66,14 +65,14 @@ def no_room_named(path: str, *, every: bool = False) -> Iterator[None]:
         raise
 
 
-# ---- The atomic commit of a file: it appears complete, or not at all.
+# ---- The atomic commit of a file: it appears complete, or not at all
 #
 # A file is built under another name in the same folder, flushed to the disk, and renamed over its target.
-# A killed process leaves the old contents or the new ones; the next save into the folder removes what
-# else it left.
+# After a kill the target has the old contents or the new ones. The next save into the folder removes the
+# temporary file.
 
 
-LINK = ".link"  # behind a name that a file is about to get
+LINK = ".link"  # the ending of a name that a file is about to get
 
 
 @contextlib.contextmanager
@@ -86,11 +85,11 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Open a new binary file that takes the place of `path` when the block ends without an error.
 
-    The old file stays complete until then, and readers that have it open keep it; after an error nothing of
-    the new one is left, but for what an `attempt` keeps. Of a symbolic link the target is replaced. `-` is
-    standard output, to which all of it is sent at the end. `changed` is its time of change in nanoseconds, if
-    not now. An `exclusive` one replaces nothing, even if that appears before the block ends. Raises
-    OutputExists then, UsageFault where the place can't be written, and OSError, named `path`, for a failing
+    The old file stays complete until then, and readers that have it open keep it. After an error nothing of
+    the new file is left, except what an `attempt` keeps. A symbolic link stays, and its target is replaced.
+    `-` is standard output, which gets all bytes at the end. `changed` is the time of change in nanoseconds,
+    if not now. An `exclusive` file replaces nothing, even if the target appears before the block ends. Raises
+    OutputExists then, UsageFault where the place can't be written, and OSError with `path` for a failing
     disk.
     """
     name = os.fspath(path)
@@ -117,8 +116,7 @@ def _replacing(
     path: str, attempt: Attempt | None, changed: int | None, exclusive: bool
 ) -> Iterator[BinaryIO]:
     target = system.real(path)
-    exists = _check_target(path, target)
-    if exists and exclusive:
+    if (exists := _check_target(path, target)) and exclusive:
         raise already_exists(path)
     folder = os.path.dirname(target)
     remove_abandoned(folder)
@@ -147,7 +145,7 @@ def _replacing(
                     attempt.give_up(error)
                 raise
             if attempt:
-                attempt.end()
+                attempt.forget()
     except BaseException:
         if not attempt:
             with contextlib.suppress(FileNotFoundError):
@@ -157,8 +155,10 @@ def _replacing(
 
 
 def give_name(path: str, other: str) -> None:
-    """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
-    or a copy if the file system has no links. A kill may leave the link under the name and LINK."""
+    """Give a new file a second name, atomically, by a hard link: no file is ever changed in place.
+
+    Without hard links the file is copied. A kill may leave the link under the name and LINK.
+    """
     temporary = f"{other}{LINK}"
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -185,13 +185,13 @@ def require_folder(path: str) -> None:
 
 
 def require_name(path: str) -> None:
-    """Refuse an output by a name that this system can't hold, or takes for something else."""
+    """Raise UsageFault for an output whose name this system can't hold, or takes for something else."""
     if why := system.unfit_name(path):
         raise UsageFault(f"{path}: {why}", hint="choose another output")
 
 
 def not_writable(path: str, error: OSError) -> UsageFault | OSError:
-    """Return the error for an output that can't be created: the user's, or a full or failing disk's."""
+    """Return the error for an output that can't be created: OSError for a full or failing disk."""
     if error.errno in NO_ROOM | {errno.EIO, errno.EINTR}:
         return OSError(error.errno, error.strerror, path)
     return UsageFault(f"{path}: can't write there: {reason(error)}", hint="choose another output")
@@ -261,19 +261,17 @@ def _keep_acls(new: int | str, old: str) -> bool:
     """Copy the access control lists, or the lack of them; return whether that was possible."""
     _drop_acls(new)
     for name in ACLS if hasattr(os, "getxattr") else ():
-        value = None
         with contextlib.suppress(OSError):  # it has none, or the file system knows none
             value = os.getxattr(old, name)
-        try:
-            if value is not None:
+            try:
                 os.setxattr(new, name, value)
-        except OSError:
-            return False
+            except OSError:
+                return False
     return True
 
 
 def _drop_acls(new: int | str) -> None:
-    """Remove lists, such as those that the folder gave to a file created in it."""
+    """Remove access control lists, such as those that a new file inherits from its folder."""
     for name in ACLS if hasattr(os, "removexattr") else ():
         with contextlib.suppress(OSError):  # it has none
             os.removexattr(new, name)
@@ -285,7 +283,7 @@ def append_line(path: str, line: bytes, *, durably: bool = False) -> None:
 
 
 def append_record(path: str, record: bytes, *, durably: bool = False) -> None:
-    """Append bytes to a file, created if there is none; after an OSError nothing of them is there."""
+    """Append bytes to a file, which is created if missing; after an OSError none of them is there."""
     left, before = record, None
     try:
         with open(path, "ab", buffering=0) as file:
@@ -294,14 +292,14 @@ def append_record(path: str, record: bytes, *, durably: bool = False) -> None:
                 left = left[file.write(left) :]
             if durably:
                 os.fsync(file.fileno())
-    except OSError:  # of the closing too: NFS says only then that the disk is full
+    except OSError:  # also of closing: NFS reports a full disk only then
         if before is not None:
             with contextlib.suppress(OSError):
                 os.truncate(path, before)
         raise
 
 
-# ---- The files of a folder, each under all the names that it has there.
+# ---- The files of a folder, each with all its names there
 
 
 @dataclass(slots=True)
@@ -320,17 +318,14 @@ class LinkedFile:
 
 
 def files_in(folder: str) -> list[LinkedFile]:
-    """Return the regular files that lie in a folder; those with a dot before their name are passed over.
-
-    FileError if the disk does not tell.
-    """
+    """Return the regular files in a folder, without hidden ones. Raises FileError for a failing disk."""
     found: dict[tuple[int, int], LinkedFile] = {}
     with naming(folder, "listed"):
         entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
         for entry in entries:
             if not entry.is_file() or entry.name.startswith("."):
                 continue
-            facts = os.stat(entry.path)  # on Windows, that of an entry does not tell files apart
+            facts = os.stat(entry.path)  # on Windows, entry.stat() does not tell files apart
             identity = facts.st_dev, facts.st_ino
             if not entry.is_symlink():
                 found.setdefault(identity, LinkedFile([], facts)).names.append(entry.name)
@@ -340,7 +335,7 @@ def files_in(folder: str) -> list[LinkedFile]:
 
 
 def remove_half_given(folder: str) -> None:
-    """Remove the links that a kill in `give_name` has left: to a new file, beside an old one."""
+    """Remove the links to new files that a kill in `give_name` left beside old ones."""
     files = files_in(folder)
     of_name = {name: file for file in files for name in file.names}
     for name, file in of_name.items():
@@ -350,14 +345,14 @@ def remove_half_given(folder: str) -> None:
                 os.unlink(os.path.join(folder, name))
 
 
-# ---- Opening what is read: regular files, standard input; and what to say of a path that is not there.
+# ---- Opening for reading: regular files, standard input, and hints for a missing path
 
 
 def open_source_descriptor(path: str) -> int:
     """Return a read-only descriptor of a regular file whose first byte is the first to be read.
 
-    `-` is standard input from where it stands: what can't be read at any offset, a pipe or the rest of a
-    file, is first copied to a temporary file. Raises Unreadable for all else.
+    `-` is standard input from its position; a pipe, or the rest of a file, is first copied to a temporary
+    file. Raises Unreadable for anything else.
     """
     if path == "-":
         return _standard_input()
@@ -386,7 +381,7 @@ def _standard_input() -> int:
         return os.dup(spool.fileno())
 
 
-SPARE = 64  # descriptors that stay free for everything else
+SPARE = 64  # descriptors that stay free for other uses
 
 
 def allow_open_files(count: int, path: str) -> None:
@@ -411,8 +406,7 @@ def allow_open_files(count: int, path: str) -> None:
 
 MOST_NAMES = 10_000  # of a folder, that are looked at
 
-# How the names of files begin in which macOS keeps what other file systems can't hold: they are nobody's.
-OF_MACOS = "._"
+OF_MACOS = "._"  # the beginning of files in which macOS keeps what other file systems can't hold
 
 # Usual endings of checkpoints' names. Only for hints: a format is recognised by content.
 CHECKPOINT_ENDINGS = (
@@ -464,7 +458,7 @@ def checkpoints_among(names: list[str]) -> list[str]:
     return [name for name in names if name.lower().endswith(CHECKPOINT_ENDINGS)]
 
 
-# ---- The lock of a run's folder: one process at a time writes checkpoints there.
+# ---- The lock of a run's folder: one process at a time writes checkpoints there
 
 
 # Descriptors of the folders that this process has locked.
@@ -502,11 +496,11 @@ def locked(folder: str, shown: str) -> Iterator[None]:
         os.close(fd)
 
 
-# ---- Bytes that are computed once and read often: in a temporary file without a name.
+# ---- Computed bytes that are read often, in a temporary file without a name
 
 
 class Spool:
-    """A temporary file that grows; it is gone when nothing refers to it any more."""
+    """A temporary file that grows; it is gone with the last reference to it."""
 
     def __init__(self, path: str) -> None:
         """Make it. Errors about its bytes name `path`."""

@@ -1,6 +1,6 @@
 """The atomic commit of a whole folder: it appears complete, or not at all.
 
-A folder is built next to its target and exchanged with it in one step (renameat2). Only then is the old one
+A folder is built next to its target and exchanged with it in one step (renameat2). Then the old folder is
 taken apart: the files that the new checkpoint replaces are removed, and everything else, such as a file that
 another process put there meanwhile, moves into the new folder.
 """
@@ -14,20 +14,18 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ...errors import CkptToolError, OutputExists, Unreadable, UsageFault, already_exists
 from .. import system
+from . import resuming
 from .commit import keep_permissions, no_room_named, not_writable, reason, require_name
-from .resuming import OLD, abandoned, begin_of, new_folder, remove_abandoned, temporaries_in, temporary_name
+from .resuming import OLD, Attempt, begin_of
 from .threads import signals_deferred
-
-if TYPE_CHECKING:
-    from .resuming import Attempt
 
 T = TypeVar("T")
 
-ATTEMPTS = 5  # times that an old folder is looked through, while other processes still write into it
+ATTEMPTS = 5  # times that an old folder is looked through while other processes still write into it
 
 # Returns the names of those files of a folder that a new checkpoint replaces, the index or metadata last.
 Replaced = Callable[[str], Collection[str]]
@@ -38,7 +36,7 @@ class NewFolder:
     """A folder being written."""
 
     path: str
-    # Names, once it is in place, of what another process put into the old folder meanwhile.
+    # Names, known at the end, of what another process put into the old folder meanwhile.
     given_back: list[str] = field(default_factory=list)
     # Paths of what could not be removed from the old folder, each with the reason.
     not_removed: list[str] = field(default_factory=list)
@@ -58,19 +56,19 @@ def replacing_folder(
     Only the regular files (and links to them) that `replaced` names are removed from the old folder; it is
     asked again after the exchange. Files named by `kept` are in the new folder too, as hard links. Whatever
     else is found afterwards moves into the new folder, as `NAME.other-<hex>` where that has such a name.
-    An `exclusive` one replaces an empty folder at most. Raises OutputExists where it would replace more, and
+    An `exclusive` folder replaces an empty one at most. Raises OutputExists where it would replace more, and
     UsageFault where the place can't be written, or holds something neither replaced nor kept.
     """
     target = system.real(path)
     exists = check_folder(path, replaced, lambda: kept)
     parent = os.path.dirname(target)
-    remove_abandoned(parent)
+    resuming.remove_abandoned(parent)
     try:
         mode = system.PRIVATE_FOLDER if exists else 0o777
         claimed = attempt.claim_folder(mode) if attempt else None
         if claimed is None:  # another process goes on with the same output
             attempt = None
-        lock, temporary = new_folder(target, mode) if claimed is None else claimed
+        lock, temporary = resuming.new_folder(target, mode) if claimed is None else claimed
     except OSError as error:
         raise not_writable(path, error) from error
     new = NewFolder(temporary)
@@ -85,7 +83,7 @@ def replacing_folder(
         with signals_deferred():
             _commit(new, target, replaced, kept, path if exclusive else None)
         if attempt:
-            attempt.end()
+            attempt.forget()
     except BaseException as error:
         with signals_deferred():
             if attempt:
@@ -122,9 +120,9 @@ def check_folder(
 
 
 def unmoved(folder: str, look: Callable[[], T]) -> T:
-    """Return what `look` finds in a folder: all of it in one and the same, if it is replaced meanwhile.
+    """Return what `look` finds in a folder; if the folder is replaced meanwhile, look again.
 
-    Raises Unreadable where the folder is replaced continuously, and what `look` raises.
+    Raises Unreadable where the folder is replaced continuously, and whatever `look` raises.
     """
     for _ in range(1000):
         with _held(folder) as is_still_there:
@@ -168,13 +166,11 @@ def others_in(folder: str, names: Collection[str]) -> list[str]:
 
 
 def _is_file(path: str) -> bool:
-    """Return whether something is a regular file, or a link that does not lead to a folder or device."""
-    if not os.path.islink(path):
-        return stat.S_ISREG(os.lstat(path).st_mode)
+    """Return whether something is a regular file, or a link to one or to nothing."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError:  # a link that leads nowhere can be replaced, too
-        return True
+        return stat.S_ISLNK(os.lstat(path).st_mode)
 
 
 def _exists(path: str) -> bool:
@@ -199,7 +195,7 @@ def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) ->
 
 
 def _openness(path: str) -> tuple[int, int]:
-    """Return what a file lets everyone do, then what it lets its group do, as bits to be compared."""
+    """Return how many permissions everyone has, and how many the group has."""
     mode = os.stat(path).st_mode
     return (mode & 0o007).bit_count(), (mode & 0o070).bit_count()
 
@@ -223,17 +219,14 @@ def _commit(
 ) -> None:
     """Put the new folder in its place, and take apart the old one and those that killed processes left.
 
-    `exclusive` is how an error names a place in which nothing may be.
+    `exclusive` is the name, for the error, of a place where nothing may be.
     """
     with _locked(target):  # so that no other process takes the old folder for abandoned
-        old = None
-        if exclusive is None:
-            old = _put(new.path, target)
-        else:
+        if exclusive is not None:
             _name(new.path, target, exclusive)
-        if old is not None:
+        elif (old := _put(new.path, target)) is not None:
             _take_apart(old, target, replaced, kept, new)
-        for path in abandoned(os.path.dirname(target), OLD, begin_of(target)):
+        for path in resuming.abandoned(os.path.dirname(target), OLD, begin_of(target)):
             _take_apart(path, target, replaced, (), new)
 
 
@@ -257,7 +250,7 @@ def _put(new: str, target: str) -> str | None:
         os.rename(new, target)
         return None
     system.release(target)
-    old = temporary_name(target, OLD)
+    old = resuming.temporary_name(target, OLD)
     os.rename(new, old)
     exchanged = False
     try:
@@ -271,7 +264,7 @@ def _put(new: str, target: str) -> str | None:
 
 
 def _name(new: str, target: str, shown: str) -> None:
-    """Put a folder where nothing is, or an empty folder."""
+    """Put a folder where nothing is, or only an empty folder."""
     system.release(new)
     try:
         if _exists(target):
@@ -333,5 +326,5 @@ def _remove_or_give_back(
 def set_aside(path: str) -> str | None:
     """Return where a replacement that was killed between its two steps left the old folder, or None."""
     target = os.path.realpath(path)
-    old = temporaries_in(os.path.dirname(target), OLD, begin_of(target))
+    old = resuming.temporaries_in(os.path.dirname(target), OLD, begin_of(target))
     return old[0][0] if len(old) == 1 and not os.path.lexists(path) else None

@@ -1,4 +1,4 @@
-"""Blocks that a file shares with another instead of having a copy, where the file system can."""
+"""Bytes from file to file: shared blocks, small pieces together, large ones by several threads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from heapq import merge
 from itertools import chain, zip_longest
 from operator import itemgetter
 from threading import Lock
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .. import system
 from ..tensors.ref import ByteRange, Computed, Source
 from .digest import combined, crc32
+from .resuming import Written
 from .threads import BUFFER, MOST_THREADS, Buffers, Progress, cores, cut, in_order
 
-if TYPE_CHECKING:
-    from .resuming import Written
+# ---- Blocks that a file shares with another instead of holding a copy, where the file system can
 
 BLOCK = 4096  # whole blocks at the same place within one in both files can be shared
 
@@ -38,7 +38,7 @@ def share(data: ByteRange, fd: int, position: int) -> range:
     return range(start, end) if is_shared else range(0)
 
 
-# ---- Small pieces of a file, read in a few large reads and written in a few large writes.
+# ---- Small pieces of a file, read in a few large reads and written in a few large writes
 #
 # A system call for each of 100,000 tensors costs more than its bytes do.
 
@@ -103,7 +103,7 @@ class Gathered:
         return in_rows(sorted(pieces, key=itemgetter(0)))
 
 
-# ---- Bytes from file to file, in blocks that several threads read, sum and write.
+# ---- Bytes from file to file, in blocks that several threads read, sum and write
 
 
 # Bytes of one write. The kernel takes memory for a file in pieces as large as the write, where it can, and
@@ -119,7 +119,9 @@ PLANNED = 10_000  # copies that an output remembers before it writes them
 FLUSHED = 16 << 20  # bytes that are sent to the disk together, long before the fsync that waits for them
 
 Then = Callable[[int], object]
-Data = ByteRange | Computed | Iterable[memoryview]
+Bytes = ByteRange | Computed
+Near = ByteRange | None
+Data = Bytes | Iterable[memoryview]
 
 
 @dataclass(slots=True)
@@ -214,13 +216,11 @@ class Output:
         if end // FLUSHED > (end - len(data)) // FLUSHED:
             _start_flushing(self.fd, (end // FLUSHED - 1) * FLUSHED)
 
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: Near = None) -> None:
         """Append chunks of `nbytes` bytes together, each valid until the next is asked for."""
         self._plan(chunks, nbytes, None, near)
 
-    def copy(
-        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
-    ) -> None:
+    def copy(self, data: Bytes, then: Then | None = None, near: Near = None) -> None:
         """Append bytes from elsewhere; `then` gets their CRC-32, in the caller's thread, once read.
 
         `near` tells where computed bytes come from.
@@ -254,7 +254,7 @@ class Output:
         for position, data in self._gathered.taken():
             self._write_now(position, data)
 
-    def _plan(self, data: Data, nbytes: int, then: Then | None, near: ByteRange | None) -> None:
+    def _plan(self, data: Data, nbytes: int, then: Then | None, near: Near) -> None:
         self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
         self.position += nbytes
         # What is elsewhere is announced in the order in which all of it lies.
@@ -324,9 +324,7 @@ class Output:
             self._written.add(position, end - position)
         return crc, end
 
-    def _put(
-        self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int, nbytes: int
-    ) -> _Block:
+    def _put(self, buffers: Buffers, copy: _Copy, data: Bytes, position: int, nbytes: int) -> _Block:
         """Write a block, from any thread; progress is for the caller's."""
         with buffers.one(data.together if isinstance(data, Computed) else 0) as buffer:
             chunks = data.chunks(buffer)
@@ -335,14 +333,11 @@ class Output:
 
     def _has(self, data: Data, position: int, nbytes: int) -> bool:
         """Return whether an earlier attempt wrote a stretch that need not be read, or computed, again."""
-        written = self._written
-        if written is None or not (written.computed or isinstance(data, ByteRange)):
+        if self._written is None or not (self._written.computed or isinstance(data, ByteRange)):
             return False
-        return written.covers(position, nbytes)
+        return self._written.covers(position, nbytes)
 
-    def _sum(
-        self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed | None, position: int, nbytes: int
-    ) -> _Block:
+    def _sum(self, buffers: Buffers, copy: _Copy, data: Bytes | None, position: int, nbytes: int) -> _Block:
         """Sum a block that is there already, and show it to those who watch its source."""
         crc = 0
         with buffers.one() as buffer:
@@ -409,7 +404,7 @@ def _start_flushing(fd: int, start: int) -> None:
             os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
 
 
-# ---- Outputs that write nothing: how large a file would be, and what it would be made of.
+# ---- Outputs that write nothing: the size of a file, and its sources
 
 
 class DryOutput(Output):
@@ -424,12 +419,10 @@ class DryOutput(Output):
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
         pass
 
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: Near = None) -> None:
         self.position += nbytes  # the chunks are not asked for
 
-    def copy(
-        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
-    ) -> None:
+    def copy(self, data: Bytes, then: Then | None = None, near: Near = None) -> None:
         self.position += data.nbytes
         if then:
             then(0)
@@ -457,13 +450,11 @@ class Planned(DryOutput):
         self.hash.update(b"%d %d " % (position, len(data)))
         self.hash.update(data)
 
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: ByteRange | None = None) -> None:
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: Near = None) -> None:
         self._note(near, nbytes)
         super().write_all(chunks, nbytes, near)
 
-    def copy(
-        self, data: ByteRange | Computed, then: Then | None = None, near: ByteRange | None = None
-    ) -> None:
+    def copy(self, data: Bytes, then: Then | None = None, near: Near = None) -> None:
         self._note(data if isinstance(data, ByteRange) else near, data.nbytes)
         super().copy(data, then, near)
 

@@ -1,11 +1,4 @@
-"""The CRC-32 of bytes, and of bytes that were summed in parts, each by itself.
-
-A CRC is the remainder of a polynomial over GF(2), so that of two stretches together follows from both and
-from the length of the second: `crc(ab) = crc(a) · x^(8·len(b)) + crc(b)` modulo the CRC's polynomial. zlib
-has it as `crc32_combine`, which Python does not offer.
-
-With the package `isal` (the extra `fast`) sums take a sixth of the time that zlib takes.
-"""
+"""Checksums: CRC-32s that can be combined, chains of JSON lines, and the SHA-256 of a state's contents."""
 
 from __future__ import annotations
 
@@ -16,7 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -31,16 +24,20 @@ try:
 except ImportError:
     from zlib import crc32 as crc32
 
+# ---- CRC-32
+#
+# A CRC is the remainder of a polynomial over GF(2). The CRC of two stretches together follows from those of
+# both and the length of the second: `crc(ab) = crc(a) · x^(8·len(b)) + crc(b)` modulo the polynomial. zlib
+# calls this `crc32_combine`; Python does not offer it. The package `isal` (the extra `fast`) sums six times
+# as fast as zlib.
+
 POLYNOMIAL = 0xEDB88320  # x^32 is equal to this; reflected, as zip has it: the highest bit is x^0
 ONE, X8 = 1 << 31, 1 << 23
 
 
 def crc32_of(chunks: Iterable[memoryview]) -> int:
     """Return the CRC-32 of bytes in pieces."""
-    crc = 0
-    for chunk in chunks:
-        crc = crc32(chunk, crc)
-    return crc
+    return reduce(lambda crc, chunk: crc32(chunk, crc), chunks, 0)
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
@@ -93,10 +90,10 @@ def _times_x(a: int) -> int:
     return (a >> 1) ^ (POLYNOMIAL if a & 1 else 0)
 
 
-# ---- A file of JSON objects, one per line, each with the SHA-256 of the line before it.
+# ---- Chains: files of JSON objects, one per line, each with the SHA-256 of the line before it
 #
-# Whoever changes, removes or inserts a line breaks the chain there, unless all later lines are rewritten.
-# The hash of the last line stands for the whole file; kept elsewhere, it rules that out too.
+# A changed, removed or inserted line breaks the chain there, unless all later lines are rewritten. The hash
+# of the last line stands for the whole file; kept elsewhere, it reveals even that.
 
 
 NAME = "run.jsonl"  # in the folder of a training run
@@ -174,10 +171,9 @@ def cut_off(path: str) -> None:
             file.truncate(text.rfind(b"\n") + 1)
 
 
-# ---- One SHA-256 for the contents of a state: names, types, shapes and values, whatever the format.
+# ---- One SHA-256 for the contents of a state: names, types, shapes and values, whatever the format
 #
-# docs/digest.md defines it, so that anyone can recompute it. Values are hashed in pieces, on several
-# cores.
+# docs/digest.md defines it, so that anyone can recompute it. Values are hashed in pieces, on several cores.
 
 
 VERSION = b"ckpttool digest 1\n"
@@ -236,8 +232,8 @@ def tensor_digests(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield each name and the digest of its tensor's values, as hexadecimal digits, in the order of names.
 
-    `known` holds digests of tensors in files whose hash a server tells, which are not read again, and gets
-    those of others.
+    `known` holds digests of tensors in files whose hash a server tells: they are not read again. It gets the
+    digests of others.
     """
     names = sorted(tensors, key=_utf8)
     known = {} if known is None else known
@@ -279,9 +275,9 @@ def _hash(chunks: Iterator[memoryview]) -> bytes:
 
 
 class Pieces:
-    """The digest of a tensor whose bytes pass by in any order, but those of a piece in one thread, in theirs.
+    """The digest of a tensor whose pieces pass by in any order, the bytes of each in order, in one thread.
 
-    What comes otherwise is left out, and has to come again.
+    Bytes that come otherwise are left out, and have to come again.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -312,9 +308,7 @@ class Pieces:
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """Yield the start and the size of each piece that has not passed by as a whole."""
-        for start, size in cut(self._nbytes, PIECE):
-            if start // PIECE not in self._digests:
-                yield start, size
+        return (place for place in cut(self._nbytes, PIECE) if place[0] // PIECE not in self._digests)
 
     def digest(self) -> str:
         """Return the digest, once nothing is missing."""

@@ -1,10 +1,10 @@
-"""Temporary files and folders next to their targets: names, locks, and the removal of abandoned ones.
+"""Temporary files and folders next to their targets, and interrupted outputs that can be resumed.
 
-A temporary is called `.NAME.<boot><random>.ckpttool.tmp`. Its writer holds a lock (flock) on it, which the
-kernel drops however the process ends, so process ids, and containers that have their own, don't matter.
-Whoever saves into the same folder later removes the temporaries whose lock is free. A lock may not reach
-other machines (NFS mounted with `nolock`), so a temporary of another machine, or of this one before it was
-restarted, must also have been left alone for a day.
+A temporary is called `.NAME.<boot><random>.ckpttool.tmp`. Its writer holds a lock (flock) on it. The kernel
+drops the lock however the process ends, so process ids don't matter, nor do containers with their own. The
+next save into the same folder removes temporaries whose lock is free. A lock may not reach other machines
+(NFS mounted with `nolock`): a temporary of another machine, or of this one before a restart, must also have
+been unchanged for a day.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, BinaryIO
 from ...errors import OutputExists, Unreadable
 from .. import system
 
-# Name endings: of a file or folder being written, and of a folder that a new one replaced.
+# Name endings: of a file or folder being written, and of a replaced folder.
 TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
 
-PART = ".ckpttool.part"  # of an output that was interrupted, and can be gone on with
+PART = ".ckpttool.part"  # of an interrupted output that can be resumed
 
 NAME = re.compile(r"\.(?P<begin>.+)\.(?P<boot>[0-9a-f]{8})[0-9a-f]{12}\.ckpttool\.(tmp|old)", re.DOTALL)
 
@@ -37,7 +37,7 @@ QUIET = 24 * 60 * 60  # seconds without a change: then a temporary of another ma
 
 
 def begin_of(target: str) -> str:
-    """Return how the names of a target's temporaries begin, after the dot."""
+    """Return the beginning of the names of a target's temporaries, behind the dot."""
     name = os.fsencode(os.path.basename(target))
     if len(name) <= LONGEST:
         return os.fsdecode(name)
@@ -45,7 +45,7 @@ def begin_of(target: str) -> str:
 
 
 def temporary_name(target: str, ending: str) -> str:
-    """Return the path of a temporary of this target that nobody has."""
+    """Return an unused path for a temporary of this target."""
     name = f".{begin_of(target)}.{_boot()}{os.urandom(6).hex()}{ending}"
     return os.path.join(os.path.dirname(target), name)
 
@@ -85,7 +85,7 @@ def _new(
 
 
 def _lock_new(fd: int, path: str) -> bool:
-    """Lock a new temporary; return False if another process already took it for abandoned."""
+    """Lock a new temporary; return False if another process already removes it as abandoned."""
     try:
         system.lock(fd)
     except BlockingIOError:
@@ -96,7 +96,7 @@ def _lock_new(fd: int, path: str) -> bool:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Return whether a descriptor is of what lies at a path now."""
+    """Return whether a descriptor is that of the file now at a path."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def is_at(fd: int, path: str) -> bool:
 
 def remove_abandoned(folder: str) -> None:
     """Remove the temporaries in `folder` that were still being written when their process ended."""
-    # Other users' temporaries stay, and whatever can't be removed: a save does not depend on it.
+    # Other users' temporaries stay, and so does what can't be removed: a save does not depend on it.
     for path in abandoned(folder, TEMPORARY):
         with contextlib.suppress(OSError):
             if os.path.isdir(path):
@@ -117,7 +117,7 @@ def remove_abandoned(folder: str) -> None:
 
 
 def temporaries_in(folder: str, ending: str, begin: str | None = None) -> list[tuple[str, str]]:
-    """Return the paths of temporaries, each with the start of the machine that it is of."""
+    """Return the paths of temporaries, each with the boot digits of its machine."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -168,23 +168,22 @@ def _boot() -> str:
     return f"{zlib.crc32(system.boot()):08x}"
 
 
-# ---- What an interrupted command has written of an output, and how the next one goes on with it.
+# ---- Interrupted outputs, and how the next command resumes them
 #
 # The bytes lie next to the target as `.NAME.ckpttool.part`, a file or a folder, never under its name. A
-# record says which of them are on the disk, and of which plan they are: sources with their versions, and
-# what was asked. Only an output that is copied from elsewhere is written so: a local conversion is
-# quicker begun again.
+# record lists the bytes that are on the disk, and their plan: the sources with their versions, and the
+# request. Only outputs copied from other machines are resumed: a local conversion is quicker begun again.
 
 
 RECORD = f"{PART}.json"
 
-NOTED = 64 << 20  # bytes, or seconds, after which the record is brought up to date
+NOTED = 64 << 20  # bytes, or seconds, after which the record is updated
 NOTED_AFTER = 10.0
 LEAST = 1 << 20  # bytes for which it is worth keeping what was written
 
 
 class Written:
-    """Which stretches of a file are on the disk."""
+    """The stretches of a file that are on the disk."""
 
     def __init__(self, attempt: Attempt, file: BinaryIO, stretches: list[tuple[int, int]]) -> None:
         self._attempt, self.file = attempt, file
@@ -218,7 +217,7 @@ class Written:
 
 
 def _sorted_stretches(listed: object, size: int) -> list[tuple[int, int]]:
-    """Return the stretches that a record lists of a file of this size; none if it makes no sense."""
+    """Return the stretches of a file that a record lists; none if it makes no sense."""
     if not isinstance(listed, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in listed):
         return []
     ends = [end for pair in listed for end in pair]
@@ -230,30 +229,30 @@ class Attempt:
     """An output that is being written for the first time, or again."""
 
     def __init__(self, target: str, plan: str, *, resume: bool, computed: bool) -> None:
-        """Look at what there is; nothing is created or removed yet.
+        """Look at what is there; create and remove nothing yet.
 
         Args:
             target: the output's path, all links followed.
             plan: differs whenever other bytes would be written.
-            resume: go on with what was written of this plan; else what is there gives way.
-            computed: bytes that are not copied but computed need not be made again either.
+            resume: keep what was written of this plan; else it is removed.
+            computed: computed bytes are kept too, not only copied ones.
         """
         folder = os.path.join(os.path.dirname(target), f".{begin_of(target)}")
         self.place, self._record = folder + PART, folder + RECORD
         self._plan, self.computed = plan, computed
-        record = self._read() if resume else None
-        self._before: dict[str, Any] = record["files"] if record and record.get("plan") == plan else {}
+        self._before = self._read() if resume else {}
         self.is_resumed = bool(self._before)
         self._is_claimed = False
         self._files: dict[str, Written] = {}
         self._unnoted, self._noted = 0, time.monotonic()
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any]:
+        """Return the files that the record lists; none where it is of another plan, or makes no sense."""
         with contextlib.suppress(OSError, ValueError, TypeError), open(self._record, "rb") as file:
             record = json.loads(file.read())
-            if isinstance(record, dict) and isinstance(record.get("files"), dict):
-                return record
-        return None
+            if isinstance(record, dict) and record.get("plan") == self._plan:
+                return record["files"] if isinstance(record.get("files"), dict) else {}
+        return {}
 
     def claim_file(self, mode: int) -> tuple[int, str] | None:
         """Return a descriptor of the part, which locks it, and its path; None if another process has it.
@@ -262,10 +261,8 @@ class Attempt:
         """
         if os.path.isdir(self.place):
             shutil.rmtree(self.place)
-        fd = self._claimed(lambda: os.open(self.place, system.CREATE | system.NO_LINK, mode))
-        if fd is not None and not self.is_resumed:
-            os.ftruncate(fd, 0)
-        return None if fd is None else (fd, self.place)
+        flags = system.CREATE | system.NO_LINK
+        return self._claimed(lambda: os.open(self.place, flags, mode), lambda fd: os.ftruncate(fd, 0))
 
     def claim_folder(self, mode: int) -> tuple[int, str] | None:
         """Return a descriptor of the part as `claim_file` does, of a folder."""
@@ -277,14 +274,14 @@ class Attempt:
                 os.mkdir(self.place, mode)
             return system.hold_folder(self.place)
 
-        fd = self._claimed(create)
-        if fd is not None and not self.is_resumed:
+        def empty(_: int) -> None:
             for name in os.listdir(self.place):
                 os.unlink(os.path.join(self.place, name))
-        return None if fd is None else (fd, self.place)
 
-    def _claimed(self, create: Callable[[], int]) -> int | None:
-        """Open the part, and lock it; None if another process has the lock."""
+        return self._claimed(create, empty)
+
+    def _claimed(self, create: Callable[[], int], empty: Callable[[int], object]) -> tuple[int, str] | None:
+        """Open and lock the part, and empty it unless it is resumed; None if another process has the lock."""
         while True:
             fd = create()
             try:
@@ -302,21 +299,22 @@ class Attempt:
             os.close(fd)  # it became the output meanwhile, or is gone
         self._is_claimed = True
         if not self.is_resumed:
-            self._forget()
-        return fd
+            self.forget()
+            empty(fd)
+        return fd, self.place
 
     def written(self, file: BinaryIO) -> Written | None:
-        """Return what is on the disk of a file of this output, which is open; None if it is not claimed."""
+        """Return what is on the disk of an open file of this output; None if the output is not claimed."""
         if not self._is_claimed:
             return None
         name = os.path.basename(file.name) if isinstance(file.name, str) else ""
         size = os.fstat(file.fileno()).st_size
-        before = _sorted_stretches(self._before.get(name), size)
-        self._files[name] = Written(self, file, before)
-        return self._files[name]
+        written = Written(self, file, _sorted_stretches(self._before.get(name), size))
+        self._files[name] = written
+        return written
 
     def count(self, nbytes: int) -> None:
-        """Bring the record up to date from time to time."""
+        """Update the record from time to time."""
         self._unnoted += nbytes
         if self._unnoted >= NOTED or time.monotonic() > self._noted + NOTED_AFTER:
             self.note()
@@ -325,7 +323,11 @@ class Attempt:
         """Record what is on the disk, once it is there."""
         files = {**self._before}
         for name, written in self._files.items():
-            self._flush(name, written.file)
+            if not written.file.closed:
+                system.sync_data(written.file.fileno())
+            else:  # of a folder
+                with open(os.path.join(self.place, name), "r+b") as file:
+                    system.sync_data(file.fileno())
             files[name] = written.stretches
         new = f"{self._record}.new"
         with contextlib.suppress(FileNotFoundError):
@@ -337,21 +339,11 @@ class Attempt:
         system.replace(new, self._record)
         self._unnoted, self._noted = 0, time.monotonic()
 
-    def _flush(self, name: str, file: BinaryIO) -> None:
-        if not file.closed:
-            system.sync_data(file.fileno())
-            return
-        fd = os.open(os.path.join(self.place, name), system.CHANGE)  # of a folder
-        try:
-            system.sync_data(fd)
-        finally:
-            os.close(fd)
-
     def give_up(self, error: BaseException) -> None:
-        """End an attempt that failed: keep what can be gone on with, as the error then tells, or nothing."""
+        """End a failed attempt: keep what can be resumed, and note its place in the error."""
         nbytes = sum(stop - start for written in self._files.values() for start, stop in written.stretches)
-        # After a signal, a fault of the network or the disk, or where another has taken the place, what was
-        # written before is right; of what was damaged nobody can tell.
+        # After a signal, a fault of network or disk, or where another process took the place, the bytes
+        # written before are right. After Damaged they may be wrong.
         is_right = not isinstance(error, Exception) or isinstance(error, Unreadable | OSError | OutputExists)
         if is_right and nbytes >= LEAST:
             with contextlib.suppress(OSError):  # a full disk: the last record stands
@@ -359,7 +351,7 @@ class Attempt:
             if os.path.exists(self._record):
                 error.kept_at = self.place  # type: ignore[attr-defined]
                 return
-        self._forget()
+        self.forget()
         self._remove()
 
     def _remove(self) -> None:
@@ -367,12 +359,8 @@ class Attempt:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.place)
 
-    def end(self) -> None:
-        """Forget the record of an output that is in its place."""
-        self._forget()
-
-    def _forget(self) -> None:
-        """Remove the record, for good before anything it speaks of is changed."""
+    def forget(self) -> None:
+        """Remove the record, durably, before anything that it describes is changed."""
         for path in (self._record, f"{self._record}.new"):
             with contextlib.suppress(OSError):
                 os.unlink(path)

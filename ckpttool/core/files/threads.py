@@ -1,4 +1,4 @@
-"""Jobs run on several threads, their results taken in order, and no signal where one must not come."""
+"""Jobs on several threads with results in order, bytes that they read in pieces, and deferred signals."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def cut(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
 class Workers(Generic[T]):
     """Threads that run jobs together with the caller. Close it, or use it as a context manager."""
 
-    # Whoever waits for a result runs jobs meanwhile, so that a process of two cores starts one thread, and
-    # nothing is lost where another process keeps the second core busy. Threads help only where the work
-    # releases the GIL: reading, writing, hashing, numpy.
+    # The caller runs jobs while it waits for a result: on two cores one thread is enough, and nothing is lost
+    # where another process keeps the second core busy. Threads help only where the work releases the GIL:
+    # reading, writing, hashing, numpy.
 
     def __init__(self, count: int) -> None:
         """Prepare for `count` jobs at once, the caller's included; no thread starts before two jobs wait."""
@@ -102,13 +102,13 @@ class Workers(Generic[T]):
         """Yield the results, or raise the errors, of the oldest jobs until `pending` jobs are left."""
         while len(self._pending) > pending:
             oldest = self._pending[0]
-            while not oldest.is_done and self._run_next():
+            while oldest.unfinished.locked() and self._run_next():
                 pass
             self._pending.popleft()
             yield oldest.result()
 
     def close(self) -> None:
-        """End the threads when they have done the job at hand. Jobs that have not begun are dropped."""
+        """End the threads after their current jobs. Jobs that have not begun are dropped."""
         self._pending.clear()
         self._closing.set()
         with signals_deferred():  # a thread that is not waited for could write to a file that is closed
@@ -123,8 +123,7 @@ class Workers(Generic[T]):
             self._threads.clear()
 
     def _start_thread(self) -> None:
-        args = self._todo, self._closing
-        thread = Thread(target=_run_all, args=args, name=NAME, daemon=True)
+        thread = Thread(target=_run_all, args=(self._todo, self._closing), name=NAME, daemon=True)
         self._threads.append(thread)
         try:
             thread.start()
@@ -146,17 +145,13 @@ class Workers(Generic[T]):
 class _Task(Generic[T]):
     """A job and its outcome. A `Future` would take three times as long to make."""
 
-    __slots__ = ("_error", "_job", "_result", "_unfinished")
+    __slots__ = ("_error", "_job", "_result", "unfinished")
 
     def __init__(self, job: Callable[[], T]) -> None:
         self._job = job
         self._error: BaseException | None = None
-        self._unfinished = Lock()
-        self._unfinished.acquire()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._unfinished.locked()
+        self.unfinished = Lock()
+        self.unfinished.acquire()
 
     def run(self, kept: type[BaseException] = Exception) -> None:
         """Run the job and keep its result or its error; errors of other types are raised."""
@@ -164,11 +159,11 @@ class _Task(Generic[T]):
             self._result = self._job()
         except kept as error:
             self._error = error
-        self._unfinished.release()
+        self.unfinished.release()
 
     def result(self) -> T:
         """Wait for the job; return what it returned, or raise its error."""
-        with self._unfinished:
+        with self.unfinished:
             if self._error is not None:
                 raise self._error
             return self._result
@@ -178,7 +173,7 @@ _of_thread = threading.local()
 
 
 def is_dropped() -> bool:
-    """Return whether nobody waits any more for the job that this thread runs."""
+    """Return whether the result of the job that this thread runs is no longer wanted."""
     closing = getattr(_of_thread, "closing", None)
     return closing is not None and closing.is_set()
 
@@ -187,13 +182,13 @@ def _run_all(todo: SimpleQueue[_Task[T] | None], closing: threading.Event) -> No
     """Run jobs until None comes."""
     _of_thread.closing = closing
     while (task := todo.get()) is not None:
-        task.run(kept=BaseException)  # whatever ended this thread would leave the caller waiting
+        task.run(kept=BaseException)  # else the caller would wait for ever
 
 
 def in_order(jobs: Iterable[Callable[[], T]], workers: int, ahead: int = 0) -> Iterator[T]:
     """Yield what jobs return, in their order, while the next few run; an error drops those after it.
 
-    `ahead` is the least number of results that may wait for an earlier one.
+    At least `ahead` results may wait for an earlier one.
     """
     with Workers[T](workers) as queue:
         for job in jobs:
@@ -228,7 +223,7 @@ def _groups(pieces: Iterable[P]) -> Iterator[list[P]]:
         yield group
 
 
-# ---- Bytes in pieces, which several threads read and work on: to sum, hash or compare them.
+# ---- Bytes in pieces that several threads sum, hash or compare
 
 
 BUFFER = 1 << 20  # bytes moved at a time; whole elements
@@ -236,7 +231,6 @@ MOST_THREADS = 8
 
 Progress = Callable[[int], object]
 Bytes = ByteRange | Computed | TensorRef
-Result = TypeVar("Result")
 
 
 class Buffers:
@@ -258,7 +252,7 @@ class Buffers:
 
 
 class BytesPiece(NamedTuple):
-    """A stretch of the bytes with this number, or the whole of a tensor whose values must be made."""
+    """A stretch of the item with this number, or the whole of a tensor whose values must be made."""
 
     number: int
     data: Bytes
@@ -267,18 +261,18 @@ class BytesPiece(NamedTuple):
 
 
 def map_bytes(
-    work: Callable[[int, Iterator[memoryview]], Result],
+    work: Callable[[int, Iterator[memoryview]], T],
     items: Iterable[Bytes],
     most: int,
     progress: Progress | None = None,
-) -> Iterator[tuple[BytesPiece, Result]]:
+) -> Iterator[tuple[BytesPiece, T]]:
     """Yield the pieces of each item, in order, with `work(number, chunks)`, which several threads do.
 
     Bytes of a file are cut into pieces of at most `most` bytes, other items are one piece each.
     """
     buffers = Buffers()
 
-    def done(piece: BytesPiece) -> Result:
+    def done(piece: BytesPiece) -> T:
         with buffers.one() as buffer:
             data = piece.data
             chunks = stream(data, buffer=buffer) if isinstance(data, TensorRef) else data.chunks(buffer)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
@@ -128,7 +128,7 @@ LAST = 3  # times what one part may take: the last parts, and the answer to all
 
 @dataclass(slots=True)
 class Sent:
-    """What went out: bytes, the MD5 of each part, and whether that was all in one request."""
+    """An upload: its bytes, the MD5 of each part, and whether one request was enough."""
 
     size: int = 0
     digests: list[bytes] = field(default_factory=list)
@@ -145,99 +145,6 @@ class Sent:
 
 class UploadStopped(BaseException):
     """The upload was given up; raised where the library asks for the next bytes."""
-
-
-def upload(
-    store: ObjectStore,
-    key: str,
-    path: str,
-    replace: bool,
-    progress: Progress,
-    before_end: Callable[[], object],
-    longest: float,
-) -> Sent:
-    """Upload a file; return what was sent.
-
-    Args:
-        progress: called in this thread.
-        before_end: called once the last part was handed over; what it raises aborts the upload.
-        longest: seconds that one part may take.
-
-    Raises Unanswered, and whatever the library does: AlreadyExistsError, if it is a single part and nothing
-    may be replaced. An error has the attribute `unfinished` if parts may be left that nobody has removed.
-    """
-    with contextlib.ExitStack() as stack:
-        with naming(path, "read"):
-            file = stack.enter_context(open(path, "rb"))
-        if os.fstat(file.fileno()).st_size <= WHOLE:
-            return _put_whole(store, key, file, replace, progress, longest)
-        return _put_parts(store, key, file, progress, before_end, longest)
-
-
-def _put_whole(
-    store: ObjectStore, key: str, file: BinaryIO, replace: bool, progress: Progress, longest: float
-) -> Sent:
-    import obstore
-
-    with naming(file.name, "read"):
-        data = file.read()
-    sent = Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
-    mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
-    TRAFFIC.count()
-    put = stores.started(lambda: obstore.put(store, key, data, mode=mode, use_multipart=False))
-    stores.ended(put, LAST * longest)
-    progress(len(data))
-    return sent
-
-
-def _put_parts(
-    store: ObjectStore,
-    key: str,
-    file: BinaryIO,
-    progress: Progress,
-    before_end: Callable[[], object],
-    longest: float,
-) -> Sent:
-    import obstore
-
-    sent, stop = Sent(), threading.Event()
-    handed_over: SimpleQueue[int | None] = SimpleQueue()
-    size = max(PART, -(-os.fstat(file.fileno()).st_size // MOST_PARTS))
-
-    def pieces() -> Iterator[bytes]:
-        # An error here, whatever its type, makes the library abort the upload and then raise it.
-        for piece in _pieces(file, size, sent):
-            if stop.is_set():
-                raise UploadStopped
-            yield piece
-            handed_over.put(len(piece))
-        stores.started(
-            before_end
-        ).result()  # in a thread of its own: in this one the library does not call itself
-        if stop.is_set():
-            raise UploadStopped
-        handed_over.put(None)
-
-    def put() -> None:
-        try:
-            obstore.put(store, key, pieces(), use_multipart=True, chunk_size=size, max_concurrency=AT_ONCE)
-        finally:
-            handed_over.put(None)
-
-    outcome = stores.started(put)
-    try:
-        while (nbytes := _next(handed_over, LAST * longest)) is not None:
-            progress(nbytes)
-        stores.ended(outcome, LAST * longest)
-    except BaseException as error:
-        stop.set()
-        # Until the library has asked for the next part, and aborted the upload.
-        unfinished = bool(wait([outcome], ENDING).not_done)
-        error.unfinished = unfinished  # type: ignore[attr-defined]
-        error.is_there = not unfinished and outcome.exception() is None  # type: ignore[attr-defined]
-        raise
-    TRAFFIC.count(len(sent.digests) + 2)
-    return sent
 
 
 def _next(handed_over: SimpleQueue[int | None], seconds: float) -> int | None:
@@ -280,11 +187,6 @@ T = TypeVar("T")
 BEHIND_ALL = "\U0010ffff"  # sorts behind every name in a folder
 
 
-def bucket(scheme: str, name: str) -> Bucket:
-    """Return a bucket of S3 (`s3`) or Google (`gs`), or a container of Azure (`az`). Asks nothing yet."""
-    return Bucket(scheme, name, Patience.usual())
-
-
 class Bucket:
     """A `Store` over one bucket or container, with the settings and credentials that the environment holds.
 
@@ -294,8 +196,9 @@ class Bucket:
 
     commit = ""
 
-    def __init__(self, scheme: str, name: str, patience: Patience) -> None:
-        self._scheme, self._name, self._patience = scheme, name, patience
+    def __init__(self, scheme: str, name: str, patience: Patience | None = None) -> None:
+        """Ask nothing yet. `scheme` is `s3`, `gs` (Google) or `az`, whose bucket is a container."""
+        self._scheme, self._name, self._patience = scheme, name, patience or Patience.usual()
 
     def shown(self, key: str) -> str:
         return f"{self._scheme}://{self._name}/{key}"
@@ -379,11 +282,9 @@ class Bucket:
     def _put(self, key: str, path: str, replace: bool, progress: Progress) -> None:
         from obstore.exceptions import AlreadyExistsError
 
-        before_end = (lambda: None) if replace else (lambda: self._refuse_existing(key))
         with self._named(key):
             try:
-                longest = UPLOADING * self._patience.stall
-                sent = upload(self._writer, key, path, replace, progress, before_end, longest)
+                sent = self._upload(key, path, replace, progress)
             except AlreadyExistsError:
                 raise already_exists(self.shown(key)) from None
             except Unanswered as late:
@@ -404,6 +305,75 @@ class Bucket:
         if there.size != sent.size or not (there.identity == sent.etag or self._is_same(key, there, path)):
             hint = "upload it again: --force"
             raise Damaged(self.shown(key), f"what arrived is not what was sent of {path}", hint=hint)
+
+    def _upload(self, key: str, path: str, replace: bool, progress: Progress) -> Sent:
+        """Upload a file; return what was sent. `progress` is called in this thread.
+
+        Raises Unanswered, and whatever the library does: AlreadyExistsError for a file of one request where
+        nothing may be replaced. An error has the attribute `unfinished` if parts may be left.
+        """
+        import obstore
+
+        with contextlib.ExitStack() as stack:
+            with naming(path, "read"):
+                file = stack.enter_context(open(path, "rb"))
+            if os.fstat(file.fileno()).st_size > WHOLE:
+                return self._upload_parts(key, file, replace, progress)
+            with naming(path, "read"):
+                data = file.read()
+        mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
+        TRAFFIC.count()
+        put = partial(obstore.put, self._writer, key, data, mode=mode, use_multipart=False)
+        stores.ended(stores.started(put), LAST * self._longest)
+        progress(len(data))
+        return Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
+
+    def _upload_parts(self, key: str, file: BinaryIO, replace: bool, progress: Progress) -> Sent:
+        import obstore
+
+        sent, stop = Sent(), threading.Event()
+        handed_over: SimpleQueue[int | None] = SimpleQueue()
+        size = max(PART, -(-os.fstat(file.fileno()).st_size // MOST_PARTS))
+
+        def pieces() -> Iterator[bytes]:
+            # An error here, whatever its type, makes the library abort the upload and then raise it.
+            for piece in _pieces(file, size, sent):
+                if stop.is_set():
+                    raise UploadStopped
+                yield piece
+                handed_over.put(len(piece))
+            if not replace:  # asked elsewhere: in this thread the library does not call itself
+                stores.started(partial(self._refuse_existing, key)).result()
+            if stop.is_set():
+                raise UploadStopped
+            handed_over.put(None)
+
+        def put() -> None:
+            how: Any = {"use_multipart": True, "chunk_size": size, "max_concurrency": AT_ONCE}
+            try:
+                obstore.put(self._writer, key, pieces(), **how)
+            finally:
+                handed_over.put(None)
+
+        outcome = stores.started(put)
+        try:
+            while (nbytes := _next(handed_over, LAST * self._longest)) is not None:
+                progress(nbytes)
+            stores.ended(outcome, LAST * self._longest)
+        except BaseException as error:
+            stop.set()
+            # Until the library has asked for the next part, and aborted the upload.
+            unfinished = bool(wait([outcome], ENDING).not_done)
+            error.unfinished = unfinished  # type: ignore[attr-defined]
+            error.is_there = not unfinished and outcome.exception() is None  # type: ignore[attr-defined]
+            raise
+        TRAFFIC.count(len(sent.digests) + 2)
+        return sent
+
+    @property
+    def _longest(self) -> float:
+        """Seconds that one part may take."""
+        return UPLOADING * self._patience.stall
 
     def _rest(self, key: str) -> str:
         """Say what may be left of an unfinished upload, and who removes it."""

@@ -47,10 +47,15 @@ class Upload:
 
     def commit(self, *, replace: bool, progress: Progress | None) -> Commit:
         """Send the files, and add them by one commit, which is returned. Raises as `Store.put` does."""
-        # The library warns of unusual names and of its own changes.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return self._compared(self._sent(replace, progress))
+            warnings.simplefilter("ignore")  # the library warns of unusual names and of its own changes
+            commit = self._sent(replace, progress)
+        for addition in self._additions:
+            key = addition.path_in_repo
+            if not self._is_same(addition, commit.facts(key)):
+                url = f"{self._about.url}/{key}"
+                raise Damaged(url, "the hub does not have what was sent", hint="run the command again")
+        return commit
 
     def _sent(self, replace: bool, progress: Progress | None) -> Commit:
         head, client = self._head(replace), calls.client()
@@ -80,27 +85,15 @@ class Upload:
 
         names = list(self._paths)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        message = f"Add {names[0]}{more} with ckpttool"
+        what: Any = {"operations": self._additions, "commit_message": f"Add {names[0]}{more} with ckpttool"}
         try:
-            return (
-                calls.client()
-                .create_commit(
-                    operations=self._additions, commit_message=message, parent_commit=parent, **self._branch
-                )
-                .oid
-            )
+            done: Any = calls.client().create_commit(**what, parent_commit=parent, **self._branch)
         except HfHubHTTPError as error:
             if error.response.status_code != 412:
                 raise
             return None
-
-    def _compared(self, commit: Commit) -> Commit:
-        for addition in self._additions:
-            key = addition.path_in_repo
-            if not self._is_same(addition, commit.facts(key)):
-                url = f"{self._about.url}/{key}"
-                raise Damaged(url, "the hub does not have what was sent", hint="run the command again")
-        return commit
+        sha: str = done.oid
+        return sha
 
     def _is_same(self, addition: Any, facts: Facts | None) -> bool:
         if facts is None or facts.size != addition.upload_info.size:

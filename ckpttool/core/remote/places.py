@@ -1,4 +1,4 @@
-"""What is known of stores while one operation looks at them: each thing is asked once."""
+"""Files and objects by path or URL: the one place that knows which of the two a name is."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from ...errors import Damaged, Unreadable, already_exists
 from ..files import commit
 from ..files.commit import no_room_named, open_source_descriptor
 from ..tensors.ref import Source
+from . import ahead
 from .store import TRAFFIC, Facts, Forbidden, ListedEntry, Missing, Progress, Store
 from .urls import BUCKETS, HUB, WEB, is_url, place_of
 
-TELLING = (  # what a folder holds that nobody lists
+# ---- A visit: what one operation knows of stores, each thing asked once
+
+TELLING = (  # names that are looked for in a folder that can't be listed
     *("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata"),
     *("model.safetensors", "pytorch_model.bin", "config.json"),
 )
@@ -32,10 +35,10 @@ class Visit:
     def __init__(self) -> None:
         self.stores: dict[tuple[str, ...], Store] = {}
         self.listings: dict[str, list[ListedEntry] | None] = {}
-        self.opened: dict[str, Callable[[], Source]] = {}  # what waits for each
-        self.next: dict[str, None] = {}  # to be opened when some of those before were handed out
+        self.opened: dict[str, Callable[[], Source]] = {}  # waits for the source
+        self.next: dict[str, None] = {}  # to be opened when some of `before` were handed out
         self.before: set[str] = set()
-        self.versions: set[str] = set()  # of all files and objects that were opened, as text
+        self.versions: set[str] = set()  # of all opened files and objects, as text
 
     def store(self, url: str) -> tuple[Store, str]:
         """Return the store of a URL, and the key in it."""
@@ -43,11 +46,11 @@ class Visit:
         if place.scheme == HUB:
             from .hub import Repository, split
 
-            location = split(place.key)
-            name: tuple[str, ...] = (HUB, location.kind, location.repo, location.revision or "")
+            at = split(place.key)
+            name: tuple[str, ...] = (HUB, at.kind, at.repo, at.revision or "")
             if name not in self.stores:
-                self.stores[name] = Repository(location.repo, location.kind, location.revision)
-            return self.stores[name], location.path
+                self.stores[name] = Repository(at.repo, at.kind, at.revision)
+            return self.stores[name], at.path
         name = (place.scheme, place.store, place.query)
         if name not in self.stores:
             if place.scheme in WEB:
@@ -55,9 +58,9 @@ class Visit:
 
                 self.stores[name] = Https(f"{place.scheme}://{place.store}", place.query)
             else:
-                from .buckets import bucket
+                from .buckets import Bucket
 
-                self.stores[name] = bucket(place.scheme, place.store)
+                self.stores[name] = Bucket(place.scheme, place.store)
         return self.stores[name], place.key
 
     def entries(self, folder: str) -> list[ListedEntry] | None:
@@ -69,7 +72,7 @@ class Visit:
         return self.listings[folder]
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder; where nothing lists it, those that tell what checkpoint it is."""
+        """Return the names in a folder; where it can't be listed, those of TELLING that are there."""
         if (entries := self.entries(folder)) is not None:
             return sorted(entry.name for entry in entries)
         urls = {posixpath.join(folder, name): name for name in TELLING}
@@ -89,7 +92,7 @@ class Visit:
         return found
 
     def entry(self, url: str) -> ListedEntry | None:
-        """Return what the listing of its folder says of a name, if that folder was listed."""
+        """Return the entry of a name in its folder's listing, if that folder was listed."""
         folder, name = os.path.split(url.rstrip("/"))
         return next((entry for entry in self.listings.get(folder) or () if entry.name == name), None)
 
@@ -109,41 +112,36 @@ class Visit:
             self.begun(url)
 
     def begun(self, url: str) -> Callable[[], Source]:
-        """Have an object opened, unless it is already; return what waits for it."""
-        from .ahead import begin
-
+        """Have an object opened, unless it is already; return a function that waits for it."""
         self.next.pop(url, None)
         if url not in self.opened:
             self.store(url)  # in this thread: each once
-            self.opened[url] = begin(partial(self._open, url))
+            self.opened[url] = ahead.begin(partial(self._open, url))
         return self.opened[url]
 
     def _open(self, url: str) -> Source:
         from . import source as cache
-        from .source import GUESS, RemoteSource, guessed
 
         store, key = self.store(url)
         if key.endswith("/") or not key:
             raise Unreadable(url, "is a folder", hint="name the checkpoint file")
-        entry = self.entry(url)
-        facts = entry and entry.facts
-        known = cache.kept(url, facts) if facts else {}
-        was_kept = bool(known)
+        facts = entry.facts if (entry := self.entry(url)) else None
+        known = kept = cache.kept(url, facts) if facts else {}
         if not known or facts is None:
-            head, facts = store.head(key, guessed(facts.size) if facts else GUESS)
-            known = cache.kept(url, facts)
-            was_kept, known = bool(known), known or {0: head}
+            head, facts = store.head(key, cache.guessed(facts.size) if facts else cache.GUESS)
+            kept = cache.kept(url, facts)
+            known = kept or {0: head}
         if not facts.is_ranged and facts.size > len(known[0]):
             return _spooled(url, store, key, facts)
-        source = RemoteSource(url, store, key, facts)
-        source.know(known, cache.keeper(url, facts, known if was_kept else {}))
+        source = cache.RemoteSource(url, store, key, facts)
+        source.know(known, cache.keeper(url, facts, kept))
         if known[0][:4] == b"PK\x03\x04":  # the directory is at its end
             source.read(source.size - 1, 1)
         return source
 
 
 def _spooled(url: str, store: Store, key: str, facts: Facts) -> Source:
-    """Read an object once from front to back into a temporary file, where its server knows no ranges."""
+    """Read an object from front to back into a temporary file, as its server ignores ranges."""
     spool = getattr(store, "spool", None)
     if spool is None or facts.size > SPOOLED:
         what = f"is sent only as a whole, {facts.size} bytes: its server ignores ranges"
@@ -160,9 +158,8 @@ current_visit: ContextVar[Visit | None] = ContextVar("visit", default=None)
 
 @contextlib.contextmanager
 def visit() -> Iterator[Visit]:
-    """Ask stores each thing once until the block ends; within another visit it is a part of that."""
-    current = current_visit.get()
-    if current is not None:
+    """Ask stores each thing once until the block ends; a nested visit is a part of the outer one."""
+    if (current := current_visit.get()) is not None:
         yield current
         return
     current = Visit()
@@ -173,17 +170,17 @@ def visit() -> Iterator[Visit]:
         current_visit.reset(token)
 
 
-# ---- What lies at a path or at a URL: the one place that knows which of the two it has.
+# ---- Paths and URLs
 
 
 MOST_NAMES = 10_000  # of a folder, that are looked at
-OF_REPOSITORIES = (".gitattributes", "README.md")  # what a new one holds
-LAST = (".index.json", ".metadata")  # without which a folder's other files are no checkpoint
+OF_REPOSITORIES = (".gitattributes", "README.md")  # the files of a new repository
+LAST = (".index.json", ".metadata")  # uploaded last, as only they make the other files a checkpoint
 SNAPSHOT = re.compile(r"--[^/]+/snapshots/([0-9a-f]{40})/")  # in the hub's own cache
 
 
 def open_source_at(path: str, *, shown: str | None = None) -> Source:
-    """Open a file or an object for reading, which messages call by another name where `shown` is given.
+    """Open a file or an object for reading; messages name it `shown`, if that is given.
 
     Raises Unreadable where there is none, or it may not be read.
     """
@@ -200,7 +197,7 @@ def open_source_at(path: str, *, shown: str | None = None) -> Source:
 
 
 def open_part(whole: str, what: str, path: str, hint: str) -> Source:
-    """Open a file that another one names; where it can't be opened, Damaged of that one says `what` it is."""
+    """Open a file that the file `whole` names. Raises Damaged of `whole`: `what` can't be opened."""
     try:
         return open_source_at(path)
     except Unreadable as fault:
@@ -208,15 +205,14 @@ def open_part(whole: str, what: str, path: str, hint: str) -> Source:
 
 
 def versions() -> list[str]:
-    """Return what the current visit has opened, also files of settings: each file and its version."""
+    """Return the versions of all files and objects that the current visit has opened."""
     current = current_visit.get()
     return sorted(current.versions) if current else []
 
 
 def prepare(paths: Sequence[str]) -> None:
-    """Begin to open several objects at once, those of them that are remote."""
-    urls = [path for path in paths if is_url(path)]
-    if urls:
+    """Begin to open the remote ones of several objects at once."""
+    if urls := [path for path in paths if is_url(path)]:
         with visit() as now:
             now.prepare(urls)
 
@@ -232,27 +228,25 @@ def uploading(
 ) -> Iterator[str]:
     """Yield where to write an output: at its path, or in a temporary folder from which it is uploaded.
 
-    What is written is uploaded when the block ends without an error, the index of a folder last; `expect` is
-    told first how many bytes that are, and `progress` each that is on its way.
+    The output is uploaded when the block ends without an error, the index of a folder last. Before it,
+    `expect` gets the number of bytes; `progress` gets those of each part under way.
     Raises OutputExists where there is something at the URL and `replace` is not set.
     """
     if not is_url(path):
         yield path
         return
-    is_folder_ = path.endswith("/")
+    to_folder = path.endswith("/")
     with visit() as now, tempfile.TemporaryDirectory(prefix="ckpttool-") as room:
         store, key = now.store(path)
         name = os.path.basename(path.rstrip("/"))
-        if is_folder_:
-            there = [other for other in names_in(path) if other not in OF_REPOSITORIES]
-        else:
-            there = [name] if exists(path) else []
+        there = names_in(path) if to_folder else [name] * exists(path)
+        there = [other for other in there if not (to_folder and other in OF_REPOSITORIES)]
         if there and not replace:
-            raise already_exists(path, f", and holds {', '.join(there[:3])}" * is_folder_)
+            raise already_exists(path, f", and holds {', '.join(there[:3])}" * to_folder)
         # A key may be longer than a name can be here.
         is_short = 0 < len(os.fsencode(name)) < 200
         local = os.path.join(room, name if is_short else f"output{os.path.splitext(name)[1]}")
-        yield f"{local}/" if is_folder_ else local
+        yield f"{local}/" if to_folder else local
         if dry_run:
             return
         written = os.listdir(local) if os.path.isdir(local) else []
@@ -317,7 +311,7 @@ def exists(path: str) -> bool:
             return now.entry(path) is not None
         try:
             now.begun(path)()
-        except (Missing, Forbidden):  # S3 behind https refuses, to who may not list, what is not there
+        except (Missing, Forbidden):  # S3 behind https refuses a missing object to a user who may not list
             return False
         except Exception:
             del now.opened[path]
@@ -357,7 +351,7 @@ def nbytes_of(path: str) -> int:
 
 
 def identity_of(path: str) -> object:
-    """Return what two names of one file or folder share: its device and inode, of a URL itself."""
+    """Return a key that all names of one file or folder share: device and inode, or the URL."""
     if is_url(path):
         return path
     facts = os.stat(path)

@@ -1,10 +1,4 @@
-"""What was read to open remote checkpoints, kept for the next time: headers, directories, pickles.
-
-Values are there only as far as they lie within the 256 kB at a beginning or an end that are read at once.
-
-A file for each version of an object, named by a hash of its URL and identity, in the user's cache folder or
-in CKPTTOOL_CACHE, 100 MB at most. Processes share it: a file appears whole, and one that is damaged is none.
-"""
+"""An object of a store, read like a file, and the cache of what was read to open it."""
 
 from __future__ import annotations
 
@@ -25,6 +19,13 @@ from .ahead import Ahead, Line
 from .store import DATED, Facts, Store
 from .urls import without_query
 
+# ---- The cache: headers, directories and pickles of remote checkpoints
+#
+# It holds values only where they lie in the 256 kB that are read at once at the beginning or the end. Each
+# version of an object has a file, named by a hash of its URL and identity, in the user's cache folder or in
+# CKPTTOOL_CACHE, 100 MB at most. Processes share it: a file appears whole, and a damaged one is ignored.
+
+
 MOST = 100_000_000  # bytes of all files together
 LARGEST = 32 << 20  # bytes of one
 ENDING = ".ranges"
@@ -33,9 +34,8 @@ Stretches = dict[int, bytes]  # begin -> bytes
 
 
 def folder() -> str | None:
-    """Return the folder of the cache; None where CKPTTOOL_CACHE is empty, which asks for none."""
-    named = os.environ.get("CKPTTOOL_CACHE")
-    if named is not None:
+    """Return the folder of the cache; None where an empty CKPTTOOL_CACHE turns it off."""
+    if (named := os.environ.get("CKPTTOOL_CACHE")) is not None:
         return named or None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "ckpttool") if os.path.isabs(base) else None
@@ -50,17 +50,15 @@ def _path(url: str, facts: Facts) -> str | None:
 
 
 def kept(url: str, facts: Facts) -> Stretches:
-    """Return what was read of this version of an object when it was opened before."""
-    path = _path(url, facts)
-    if path is None:
+    """Return the stretches that were read when this version of an object was opened before."""
+    if (path := _path(url, facts)) is None:
         return {}
     try:
         with open(path, "rb") as file:
-            facts_of_file = os.fstat(file.fileno())
-            if not system.is_mine_alone(facts_of_file):
+            if not system.is_mine_alone(os.fstat(file.fileno())):
                 return {}  # another user may have written what is in it
             digest, body = file.read(32), file.read(LARGEST + (1 << 20))
-        os.utime(path)  # it is the least recently used that goes first
+        os.utime(path)  # the least recently used file is removed first
         stretches = _parsed(body) if hashlib.sha256(body).digest() == digest else {}
     except (OSError, ValueError, TypeError):
         return {}
@@ -78,7 +76,7 @@ def _parsed(body: bytes) -> Stretches:
 
 
 def keeper(url: str, facts: Facts, known: Stretches) -> Callable[[Stretches], None]:
-    """Return what keeps the stretches that were read, if they are more than those known before."""
+    """Return a function that keeps the stretches that were read, unless all were known before."""
     had = {begin: len(data) for begin, data in known.items()}
 
     def keep(stretches: Stretches) -> None:
@@ -111,7 +109,7 @@ def _shrink(place: str) -> None:
         left -= size
 
 
-# ---- An object of a store as a source of bytes, which is read as a file is.
+# ---- An object as a source of bytes
 
 
 MOST_OPENED = 512 << 20  # bytes that are read of an object before its tensors
@@ -129,8 +127,8 @@ def guessed(size: int) -> int:
 class RemoteSource(Source):
     """An object that is read by ranges, all of them of the same version of it.
 
-    What is read before `opened()` is kept: the directory of an archive, a header, a pickle. The cache holds
-    the same. After it, bytes pass through, those that were announced by `expect` ahead of time.
+    Until `opened()`, all that is read is kept, in the cache too: the directory of an archive, a header, a
+    pickle. After it, bytes pass through; `expect` has them fetched ahead of time.
     """
 
     is_local = False
@@ -145,10 +143,10 @@ class RemoteSource(Source):
         # It does not refer to this source, which would then never end.
         self._ahead = Ahead(lambda begin, end: store.read(key, facts, begin, end - begin))
         self._is_open = True
-        # What was read while the checkpoint was opened: begin -> bytes, without overlaps.
+        # Stretches read while the checkpoint was opened: begin -> bytes, without overlaps.
         self._known: dict[int, bytes] = {}
         self._keep: Callable[[dict[int, bytes]], None] | None = None
-        # Stretches whose preceding bytes are still to be checked: begin, end, begin of those bytes.
+        # Stretches whose preceding bytes have to be checked: begin, end, begin of those bytes.
         self._guarded: list[tuple[int, int, int]] = []
         self._checks: dict[int, Check] = {}
         self._lock = threading.Lock()
@@ -156,8 +154,8 @@ class RemoteSource(Source):
     @property
     def fd(self) -> int:
         """Raises Unsupported: there is no descriptor."""
-        hint = "download it first"
-        raise Unsupported(self.path, "is not on this machine, and this needs a file", hint=hint)
+        what = "is not on this machine, and this needs a file"
+        raise Unsupported(self.path, what, hint="download it first")
 
     @property
     def place(self) -> str:
@@ -172,16 +170,16 @@ class RemoteSource(Source):
 
     @property
     def identity(self) -> tuple[object, object]:
-        """What two sources share exactly when they are the same version of one object."""
+        """A key that two sources share exactly when they are the same version of one object."""
         return self._url, self._facts.identity
 
     @property
     def unchecked(self) -> int:
-        """How many stretches there are whose preceding bytes were not looked at."""
+        """The number of stretches whose preceding bytes were not checked yet."""
         return len(self._checks)
 
     def called(self, path: str) -> Source:
-        """Return the first of several objects under the path by which messages call them all."""
+        """Return a source, of size 0, that stands for several objects in messages."""
         return RemoteSource(path, self._store, self._key, Facts(0, self._facts.identity))
 
     def know(self, stretches: dict[int, bytes], keep: Callable[[dict[int, bytes]], None] | None) -> None:
@@ -189,15 +187,18 @@ class RemoteSource(Source):
         self._known, self._keep = dict(stretches), keep
 
     def opened(self) -> None:
-        """Let go of what was read to open the checkpoint: from now on values are read."""
+        """Drop what was read to open the checkpoint: from now on values are read."""
         with self._lock:
             if self._keep is not None:
                 self._keep(self._known)
             self._known, self._keep = {}, None
 
     def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, first: int, line: Line) -> Ahead:
-        """Announce what will be read, and return what stands in a line for it."""
-        checked_too = [(self._begin_of(begin), end) for begin, end in ranges]
+        """Announce what will be read, and return the pieces that the line holds."""
+        checked_too = [
+            (min(begin, guarded[2]) if (guarded := self._guarded_at(begin)) else begin, end)
+            for begin, end in ranges
+        ]
         self._ahead.expect(ranges, checked_too, nbytes, first, line)
         return self._ahead
 
@@ -213,14 +214,10 @@ class RemoteSource(Source):
                 check(self._read(before, start - before))
 
     def close(self) -> None:
-        """Let everything go; a second call does nothing."""
+        """Drop everything; a second call does nothing."""
         if getattr(self, "_is_open", False):
             self._is_open = False
             self._ahead.forget()
-
-    def _begin_of(self, offset: int) -> int:
-        guarded = self._guarded_at(offset)
-        return min(offset, guarded[2]) if guarded else offset
 
     def _guarded_at(self, offset: int) -> tuple[int, int, int] | None:
         number = bisect_right(self._guarded, (offset, self.size + 1, 0)) - 1

@@ -1,7 +1,7 @@
-"""URLs as people type them, and the form in which they go through the house: a path without secrets.
+"""URLs in canonical form, without secrets, and the announcement of what will be read behind them.
 
-A canonical URL is split, joined and shown as a path is. What signs it (its query) stays in this module, so
-that no message, JSON or cache can hold it; `?…` and eight digits stand in its place.
+A canonical URL is split, joined and shown like a path. Its query, which may sign it, stays in this module:
+no message, JSON or cache can hold it. In its place stand `?…` and eight digits.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class RemotePlace(NamedTuple):
     """Where a canonical URL leads."""
 
     scheme: str
-    store: str  # a host with its port, a bucket; of the hub nothing: what is behind it tells the repository
+    store: str  # a host with its port, or a bucket; "" for the hub, where the key names the repository
     key: str
     query: str = ""  # secret
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL, and not a local path that looks like one and is there."""
+    """Return whether a path is a URL, and not an existing local path that looks like one."""
     return "://" in path and URL.match(path) is not None and not os.path.lexists(path)
 
 
 def canonical(path: str, revision: str | None = None) -> str:
-    """Return a URL without its secrets, a path as it is, and the path that a file:// URL means.
+    """Return a URL without its secrets, the path of a file:// URL, or a path as it is.
 
     Args:
         path: a path or URL; a canonical one stays as it is.
@@ -108,9 +108,8 @@ def _local(path: str, rest: str) -> str:
 
     host, slash, name = rest.partition("/")
     if host not in ("", "localhost"):
-        raise Unreadable(
-            path, f"names a file of the machine {host}", hint="name a file of this one: file:///PATH"
-        )
+        hint = "name a file of this one: file:///PATH"
+        raise Unreadable(path, f"names a file of the machine {host}", hint=hint)
     return system.path_of_url(unquote(slash + name))
 
 
@@ -141,7 +140,7 @@ def _web(scheme: str, rest: str) -> str:
 
 
 def _of_hub(rest: str, revision: str | None) -> str:
-    """Return the URL at a revision, if it names none itself; while offline, the path in the hub's cache."""
+    """Return the URL at its own revision or the given one; while offline, the path in the hub's cache."""
     from .hub import cached, split
 
     place = split(rest)
@@ -154,16 +153,16 @@ def _of_hub(rest: str, revision: str | None) -> str:
     return f"hf://{rest}"
 
 
-# ---- What an operation is going to read of remote objects, announced before it does.
+# ---- Remote reads, announced before they happen
 
 
 def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
-    """Announce what an operation will read of remote objects: each storage about once, and in this order.
+    """Announce the remote objects that an operation will read: each storage about once, in this order.
 
     Args:
-        storages: all that will be read; those in files of this machine are passed over.
-        as_they_lie: they are read in the order of their places instead, as copies are, and what is put
-            together by stretches.
+        storages: all that will be read; those in local files are skipped.
+        as_they_lie: they are read in the order of their places instead, as copies are, and joined tensors
+            stretch by stretch.
     """
     seen: set[int] = set()
     jobs = list[list[ByteRange]]()
@@ -182,9 +181,8 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
     of_source: dict[Source, list[ahead.Range]] = defaultdict(list)
     for place in chain.from_iterable(jobs):
         of_source[place.source].append((place.offset, place.offset + place.nbytes))
-    # What is put together from many objects has a piece of each in use, and two where one tensor ends and the
-    # next one begins, and the next ones of some are on their way: the ends of pieces are spread, so that not
-    # all are needed at once.
+    # A tensor joined from many objects uses a piece of each, two where one tensor ends and the next begins,
+    # while further pieces are under way. The ends of pieces are spread, so that not all are needed at once.
     together = max((len({place.source for place in places}) for places in jobs), default=1)
     at_once = min(3 * together, together + 2 * ahead.UNDER_WAY)
     nbytes = max(ahead.SMALLEST, min(ahead.LARGEST, ahead.HELD // at_once))
@@ -198,7 +196,7 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
 
 
 def _places(storage: Storage, seen: set[int]) -> list[ByteRange]:
-    """Return where the bytes of a storage are read; a checksum is one of all that a part is taken from."""
+    """Return where the bytes of a storage are read; a checksum needs all that a part is taken from."""
     if id(storage) in seen:
         return []
     seen.add(id(storage))

@@ -11,7 +11,7 @@ from ...errors import Unreadable, UsageFault
 from .connections import Transport
 from .store import Bytes, Facts, ListedEntry, Patience, Progress
 
-REFUSED = "ask its owner for a link that is signed and has not expired"  # the hint where access is
+REFUSED = "ask its owner for a link that is signed and has not expired"  # the hint where access is refused
 
 
 class Https:
@@ -76,7 +76,7 @@ class Https:
 
 
 def quoted(key: str) -> str:
-    """Return a key as a URL's path. What `canonical` kept is an escape already, any other `%` is none."""
+    """Return a key as a URL's path. The escapes that `canonical` kept stay; any other `%` is escaped."""
     # A plus is escaped too: some stores take it for a space.
     path = quote(key, safe="/!$&'()*,;=:@~", errors="surrogateescape")
     return re.sub("%25(2F|25|23|3F)", r"%\1", path, flags=re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Numbers that did not survive a change of type: each element of a storage counted once. Imports numpy."""
+"""Element types changed as torch changes them, bit for bit, and the numbers that were lost. Imports numpy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ...errors import UsageFault
 from ..lazy import NDArray, np
 from .ref import DTYPES, OF_ML_DTYPES, Computed, DType, Storage, Stretch, TensorRef, numpy_type
 from .values import CHUNK, stream
+
+# ---- The report of a cast: each lost element of a storage counts once
 
 CELL = 1 << 20  # elements of a storage whose losses are marked together
 FEW_LOSSES = CELL >> 5  # as many places take the memory of a bit for each element
@@ -94,8 +96,7 @@ class CastReports(CastReport):
         return sum(report.count(loss) for report in self.reports)
 
 
-# ---- Element types changed as torch changes them, bit for bit, chunk by chunk and without torch. Imports
-# numpy.
+# ---- Casting, chunk by chunk and without torch
 #
 # Rounding is to nearest, ties to even. Types narrower than float32 are reached through float32, also from
 # float64, because torch does so (c10/util/Half.h, BFloat16.h): a double is rounded twice. NaN stays NaN,

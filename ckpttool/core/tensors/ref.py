@@ -1,4 +1,4 @@
-"""Element types, and what each is called in the formats."""
+"""A tensor as a place in a file: element types, files and ranges of them, storages and views; no torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeGuard
 from ...errors import Damaged, Refused, Unreadable, Unsupported
 from .. import system
 from ..lazy import NDArray, np
+
+# ---- Element types, and their names in the formats
 
 INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 
@@ -67,12 +69,8 @@ DTYPES = {
         ("qint32", 4, "QInt32Storage", None),
         ("quint4x2", 1, "QUInt4x2Storage", None),
         ("quint2x4", 1, "QUInt2x4Storage", None),
-        ("float4_e2m1fn_x2", 1, None, None),
-        ("bits8", 1, None, None),
         ("bits16", 2, None, None),
-        ("bits1x8", 1, None, None),
-        ("bits2x4", 1, None, None),
-        ("bits4x2", 1, None, None),
+        *((name, 1, None, None) for name in ("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2")),
     )
 }
 
@@ -113,10 +111,10 @@ def numpy_type(dtype: DType) -> Any:
 SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
 
 
-# ---- The bytes of a file, and ranges of them, as they are read; no torch.
+# ---- The bytes of a file, and ranges of them
 
 
-NEAR, TOGETHER = 1 << 12, 1 << 20  # bytes between two ranges that are read along, and of one read
+NEAR, TOGETHER = 1 << 12, 1 << 20  # bytes of a gap that is read along, and of one read
 
 
 class Source:
@@ -129,7 +127,7 @@ class Source:
     def __init__(self, path: str, fd: int) -> None:
         self.path = path  # for messages: the descriptor is what is read, whatever happens to the name
         self._fd = fd
-        # Called with the offset and the bytes of whatever is read, in the thread that reads.
+        # Called with the offset and the bytes of each read, in the thread that reads.
         self.observers: list[Observer] = []
         self.size = os.fstat(fd).st_size
         self._replaced: tuple[object, object] | None = None
@@ -144,7 +142,7 @@ class Source:
 
     @property
     def unchecked(self) -> int:
-        """How many stretches there are whose preceding bytes were not looked at."""
+        """The number of stretches whose preceding bytes were not checked yet."""
         return 0
 
     @property
@@ -154,20 +152,20 @@ class Source:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """What differs whenever the bytes do: of a file its inode, size and time of change."""
+        """A key that differs whenever the bytes do: a file's inode, size and time of change."""
         facts = os.fstat(self.fd)
         return (*self.identity, facts.st_size, facts.st_mtime_ns)
 
     @property
     def identity(self) -> tuple[object, object]:
-        """What two sources share exactly when they are the same file: its device and inode."""
+        """A key that two sources share exactly when they are the same file: device and inode."""
         if self._replaced:
             return self._replaced
         facts = os.fstat(self.fd)
         return facts.st_dev, facts.st_ino
 
     def called(self, path: str) -> Source:
-        """Return the first file of several under the path by which messages call them all."""
+        """Return a source, of size 0, that stands for several files in messages."""
         source = Source(path, os.dup(self.fd))
         source.size = 0  # its bytes are those of the first file, which counts itself
         source.commit = self.commit
@@ -178,13 +176,13 @@ class Source:
         check(self.read(before, start - before))
 
     def check_rest(self) -> None:
-        """Check what stands before stretches of which nothing was read: of a file it was checked at once."""
+        """Check the bytes before stretches that were not read; a file checks them at once."""
 
     def opened(self) -> None:
         """Note that the checkpoint is open: from now on values are read."""
 
     def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, first: int, line: Any) -> Any:
-        """Announce what will be read, for a source that is slow to ask: a file is not."""
+        """Announce what will be read. A remote source fetches it ahead of time; a file does nothing."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `offset`. Raises Damaged where the file ends before them."""
@@ -234,7 +232,7 @@ class Source:
         self.seen(offset, view)
 
     def seen(self, offset: int, data: memoryview | bytes) -> None:
-        """Show bytes to the observers, those of this file that lie at `offset`."""
+        """Show bytes that lie at `offset` to the observers."""
         for observer in self.observers:
             observer(offset, data)
 
@@ -247,7 +245,7 @@ class Source:
             filled += moved
 
     def release(self, replaced: Collection[object]) -> None:
-        """Close the descriptor if the file is one of those; what tells it from others stays known."""
+        """Close the descriptor if the file is one of `replaced`; its identity stays known."""
         if self._fd >= 0 and self.identity in replaced:
             self._replaced = self.identity
             self.close()
@@ -304,17 +302,16 @@ def filled(
         yield view
 
 
-# ---- Where a tensor's bytes lie, and how they are shaped: no values, no torch.
+# ---- Storages and tensors, without their values
 #
-# A `Storage` is what torch calls a storage: bytes that several tensors may share. A `TensorRef` is a
-# tensor as a view of a storage. Both are descriptions: reading a checkpoint makes a few hundred bytes per
-# tensor, whatever its size.
+# A `Storage` is a storage of torch: bytes that several tensors may share. A `TensorRef` is a tensor as a view
+# of a storage. Both are descriptions of a few hundred bytes, whatever the size of the tensor.
 
 
 MAX_BYTES = 2**63 - 1
 USUAL, LARGEST = 1 << 20, 4 << 20  # bytes that are computed at a time, and the most
-DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # what a storage may be tagged with: `cpu`, `cuda:0`
-MAX_AXES = 64  # some operations of torch stop there
+DEVICE = re.compile(r"[a-z][a-z0-9_]*(:[0-9]{1,3})?")  # the tag of a storage: `cpu`, `cuda:0`
+MAX_AXES = 64  # the limit of some operations of torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,11 +328,11 @@ class Computed:
     is_divisible: bool = False
     # `fill(start, buffer)`, where the bytes can be made in the caller's memory.
     fill: Callable[[int, memoryview], None] | None = None
-    # Raises what making them would, for want of a package or a formula, and reads nothing.
+    # Raises the error of making them where a package or a formula is missing; reads nothing.
     require: Callable[[], None] | None = None
-    # How long each stretch is that comes from one place, and that place, in order; [] if it is not so simple.
+    # The length and the place of each stretch, in order; [] if the bytes do not come in stretches.
     stretches: Callable[[], list[Stretch]] = list
-    # Bytes that are best made at a time, LARGEST at most; 0 for as usual.
+    # Bytes that are best made at a time, LARGEST at most; 0 for the usual number.
     together: int = 0
     # Called with what `fill` has made, in the thread that made it.
     observers: list[Observer] = field(default_factory=list, compare=False)
@@ -358,9 +355,8 @@ class Computed:
                 observer(start, out)
 
         def make(start: int, count: int) -> Iterator[memoryview]:
-            return filled(
-                seen, start, count, memoryview(bytearray(min(count, together or USUAL)))
-            )  # whole elements
+            buffer = memoryview(bytearray(min(count, together or USUAL)))  # whole elements
+            return filled(seen, start, count, buffer)
 
         return cls(path, nbytes, make, None, True, seen, None, stretches, together, observers)
 
@@ -380,13 +376,11 @@ class Computed:
         if (fill := self.fill) is not None:
             here = self.together
             return self.filling(self.path, nbytes, lambda at, out: fill(start + at, out), together=here)
-        return replace(
-            self,
-            nbytes=nbytes,
-            make=lambda at, count: self.make(start + at, count),
-            view=None,
-            stretches=list,
-        )
+
+        def make(at: int, count: int) -> Iterator[memoryview]:
+            return self.make(start + at, count)
+
+        return replace(self, nbytes=nbytes, make=make, view=None, stretches=list)
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """Make all bytes in order, through the buffer if they are made in the caller's memory."""
@@ -625,7 +619,7 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_BYTES
 
 
-# ---- Tensors as files describe them, in values of any type, checked before they are taken.
+# ---- Descriptions of tensors in files, checked before they are used
 
 
 class BadTensor(ValueError):
@@ -641,7 +635,7 @@ def checked_tensor(
     *flags: bool,
     limit: int | None = None,
 ) -> TensorRef:
-    """Return a tensor as a file describes it, in values of any type; raise BadTensor if none can be so.
+    """Return a tensor from a file's description, in values of any type. Raises BadTensor if it is impossible.
 
     `flags` are requires_grad, conj and neg.
     """

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> dict[str, torch.Tensor]:
-    """Return torch tensors that view the file through a private mapping: nothing is read until it is used.
+    """Return torch tensors that view the file through a private mapping; bytes are read on first use.
 
-    A process that uses a mapping of a file which became shorter is killed by SIGBUS; not `mapped`, the bytes
-    are read at once, as are values that are not in the file as they are. Tensors that share a storage in the
-    file share memory here. Raises Unsupported, Refused and Damaged as `loaded_tensor` does.
+    If the file becomes shorter, SIGBUS kills a process that uses the mapping. Not `mapped`, the bytes are
+    read at once, and so are values that must be computed or lie at an odd place. Tensors that share a storage
+    in the file share memory here. Raises Unsupported, Refused and Damaged as `loaded_tensor` does.
     """
     import torch
 
@@ -32,11 +32,7 @@ def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> di
         data = tensor.storage.data
         if not tensor.numel:
             made[name] = torch.empty(tensor.shape, dtype=dtype)
-        elif (
-            has_to_be_made(tensor)
-            or not isinstance(data, ByteRange)
-            or data.offset % tensor.dtype.part  # not aligned to the elements
-        ):
+        elif not isinstance(data, ByteRange) or has_to_be_made(tensor) or data.offset % tensor.dtype.part:
             made[name] = loaded_tensor(name, tensor)
         else:
             key = id(tensor.storage)
@@ -74,7 +70,7 @@ def loaded_tensor(name: str, tensor: TensorRef) -> torch.Tensor:
 
 
 def has_to_be_made(tensor: TensorRef) -> bool:
-    """Return whether a tensor's values are not in the file as they are; once made, they have no gaps."""
+    """Return whether a tensor's values must be computed; once made, they have no gaps."""
     return tensor.conj or tensor.neg or tensor.is_swapped or isinstance(tensor.storage.data, Computed)
 
 
@@ -104,6 +100,5 @@ def _read(data: ByteRange) -> torch.UntypedStorage:
     import torch
 
     raw = bytearray(data.nbytes)
-    for _ in data.chunks(memoryview(raw)):
-        pass
+    data.source.fill(data.offset, memoryview(raw))
     return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()

@@ -1,7 +1,7 @@
 """The true values of a tensor as bytes: row-major, little-endian, lazy bits resolved, without torch.
 
-Most tensors are one byte range and are copied as they are (`TensorRef.is_plain`). This is for the others:
-transposed and expanded views, channels-last layouts, conjugate and negative views, big-endian files.
+Most tensors are one byte range and are copied as they are (`TensorRef.is_plain`). The others are transposed
+or expanded views, channels-last layouts, conjugate or negative views, big-endian, or saved in parts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..lazy import NDArray, np
 from .ref import MAX_BYTES, BadTensor, ByteRange, Computed, DType, Stretch, TensorRef, extent
 
 Sizes = tuple[int, ...]
+Index = Sizes
 
 CHUNK = 1 << 20  # bytes of a piece of values
 
@@ -169,8 +170,10 @@ def swap(data: bytearray, part: int) -> None:
         data[i::part], data[part - 1 - i :: part] = data[part - 1 - i :: part], data[i::part]
 
 
-# A row of a transposed matrix lies scattered over the whole file, and every mapped page counts as memory, so
-# a block of the result is gathered tile by tile, each of which needs one window of the file.
+# ---- Strided views
+#
+# A row of a transposed matrix is scattered over the whole file, and every mapped page counts as memory. So a
+# block of the result is gathered tile by tile, and each tile needs one window of the file.
 
 WINDOW = 4  # chunks of the file that are mapped together
 BLOCK = 6  # chunks of the result: each block of a transposed matrix passes over all of the file
@@ -254,18 +257,14 @@ def _window(tensor: TensorRef, begin: int, end: int) -> memoryview:
     return memoryview(mapped)[skip:]  # the mapping ends with its last user
 
 
-# ---- One tensor made of the chunks it was saved in; the values are put together when they are written.
+# ---- A tensor joined from the parts that ranks saved, when its values are read
 #
-# Ranks save the parts of a sharded tensor each for itself; a part is a box within the whole. Several
-# ranks may hold the same part: the copies are compared with each other when the values are read.
+# A part is a box within the whole. Several ranks may hold the same part: reading compares the copies.
 
 
 MAX_CUTS = 8  # dimensions along which a tensor may be cut; device meshes have three or four
 
 NOTHING = memoryview(b"")
-
-Index = tuple[int, ...]
-
 
 # Memory of each thread, used again and again: new pages cost as much as what is read into them.
 _spare = threading.local()
@@ -275,13 +274,13 @@ _spare = threading.local()
 class TensorPart:
     """A box within a tensor."""
 
-    begin: Index
+    begin: Sizes
     tensor: TensorRef  # its shape is the size of the box
     copies: tuple[TensorRef, ...] = ()  # the same values as other ranks saved them
     ranks: tuple[int, ...] = ()  # that saved the tensor and its copies; empty where there are none
 
 
-def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[TensorPart]) -> TensorRef:
+def assembled(name: str, path: str, dtype: DType, shape: Sizes, parts: Sequence[TensorPart]) -> TensorRef:
     """Return a tensor made of parts, unread; raise BadTensor unless they are the whole of it, each once.
 
     Reading its values raises RanksDiffer where a copy differs in any bit.
@@ -295,7 +294,7 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
     return TensorRef.of_bytes(data, dtype, shape, *origins)
 
 
-def _tile(shape: Index, parts: Sequence[TensorPart]) -> bool:
+def _tile(shape: Sizes, parts: Sequence[TensorPart]) -> bool:
     """Return whether boxes fill a box without gap or overlap."""
     boxes = [(part.begin, part.tensor.shape) for part in parts]
     if any(len(begin) != len(shape) for begin, _ in boxes):
@@ -305,14 +304,14 @@ def _tile(shape: Index, parts: Sequence[TensorPart]) -> bool:
     cut = [d for d, n in enumerate(shape) if any(size[d] != n for _, size in boxes)]
     if len(cut) > MAX_CUTS or not math.prod(shape):
         return not boxes and not math.prod(shape)
-    corners: Counter[Index] = Counter()
+    corners: Counter[Sizes] = Counter()
     for begin, size in boxes:
         _add_corners(corners, [(begin[d], begin[d] + size[d]) for d in cut], 1)
     _add_corners(corners, [(0, shape[d]) for d in cut], -1)
     return not any(corners.values())
 
 
-def _add_corners(corners: Counter[Index], sides: Sequence[tuple[int, int]], sign: int) -> None:
+def _add_corners(corners: Counter[Sizes], sides: Sequence[tuple[int, int]], sign: int) -> None:
     for ends in itertools.product((0, 1), repeat=len(sides)):
         corner = tuple(side[end] for side, end in zip(sides, ends, strict=True))
         corners[corner] += sign * (-1) ** sum(ends)
@@ -325,7 +324,7 @@ class _Whole:
     path: str
     name: str
     width: int
-    shape: Index
+    shape: Sizes
     parts: Sequence[TensorPart]
 
     def stretches(self) -> list[Stretch]:
@@ -351,7 +350,7 @@ class _Whole:
             self._fill_box(out[:nbytes], begin, size)
             out = out[nbytes:]
 
-    def _fill_box(self, out: memoryview, low: Index, size: Index) -> None:
+    def _fill_box(self, out: memoryview, low: Sizes, size: Sizes) -> None:
         high = tuple(map(add, low, size))
         last = len(self.parts) if not low else bisect_right(self.parts, high, key=lambda part: part.begin)
         for part in self.parts[:last]:
@@ -363,7 +362,7 @@ class _Whole:
                 self._put(out, size, tuple(map(sub, begin, low)), part, begin, tuple(map(sub, end, begin)))
 
     def _put(
-        self, out: memoryview, size: Index, at: Index, part: TensorPart, begin: Index, shape: Index
+        self, out: memoryview, size: Sizes, at: Sizes, part: TensorPart, begin: Sizes, shape: Sizes
     ) -> None:
         """Put the box of a part that begins at `begin` of the whole to `at` of a box of size `size`."""
         together = len(size)  # from this dimension on the part is as wide as the box
@@ -393,7 +392,7 @@ class _Whole:
             elements[box] = np.frombuffer(target, np.uint8).reshape(*shape, self.width)
             _spare.memory = spare
 
-    def _compare(self, values: memoryview, part: TensorPart, begin: Index, shape: Index) -> None:
+    def _compare(self, values: memoryview, part: TensorPart, begin: Sizes, shape: Sizes) -> None:
         other = bytearray(len(values))
         for rank, copy in zip(part.ranks[1:], part.copies, strict=True):
             with memoryview(other) as view:
