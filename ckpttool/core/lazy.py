@@ -1,4 +1,4 @@
-"""What is imported on first use: a package's attributes (PEP 562), and what shows a value in a notebook."""
+"""Imports on first use: numpy, the attributes of a package (PEP 562), and views for notebooks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ else:  # most commands need no numpy, and start sooner without it
 def attributes(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return a package's `__getattr__`, `__dir__` and `__all__`, given its modules' public names.
+    """Return a package's `__getattr__`, `__dir__` and `__all__` for the public names of its modules.
 
-    They are separated by spaces; under `""` are modules that are public themselves. `__getattr__` raises
+    Names are separated by spaces; under `""` are modules that are public themselves. `__getattr__` raises
     NeedsTorch where torch is needed and missing.
     """
     home = {name: module for module, names in modules.items() for name in names.split()}
@@ -62,7 +62,7 @@ def attributes(
 
 @contextmanager
 def needing_torch(what: str) -> Iterator[None]:
-    """Raise NeedsTorch, which names the extra, where `what` lacks torch: a block, or a function."""
+    """Raise NeedsTorch where the block, or the function, lacks torch; `what` is its name."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -74,13 +74,13 @@ def needing_torch(what: str) -> Iterator[None]:
 
 
 def views_in(module: str) -> None:
-    """Name the module of the functions that `shown_by` calls; it knows the classes, so stands above them."""
+    """Set the module of the functions that `shown_by` calls."""
     global _views
     _views = module
 
 
 def shown_by(view: str) -> Callable[[Any], str | None]:
-    """Return a `_repr_html_` that is a function of the module which `views_in` was given."""
+    """Return a `_repr_html_` that calls a function of the module set by `views_in`."""
 
     def _repr_html_(self: Any) -> str | None:
         html: str | None = getattr(import_module(_views), view)(self) if find_spec(_views) else None

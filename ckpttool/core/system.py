@@ -1,4 +1,4 @@
-"""What POSIX alone has, and what Windows does in its place (`windows`): no other file of the package asks."""
+"""Calls that only POSIX has; `windows` has their substitutes. No other file asks which system this is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except ImportError:
     IS_POSIX = False
 
 
-# ---- flags of os.open, each 0 where there is none; without O_BINARY, Windows changes line breaks ----------
+# ---- Flags of os.open, 0 where the system lacks one; without O_BINARY, Windows changes line breaks
 
 BINARY = getattr(os, "O_BINARY", 0)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -34,17 +34,17 @@ CHANGE = os.O_RDWR | BINARY | getattr(os, "O_NONBLOCK", 0)
 CREATE = os.O_RDWR | os.O_CREAT | BINARY
 FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)  # on Windows a PermissionError
 
-ENDING = tuple(  # signals at which the process ends
+ENDING = tuple(  # signals that end the process
     number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if (number := getattr(signal, name, None))
 )
 
 if IS_POSIX:
-    SEPARATORS: tuple[str, ...] = ("/",)  # that may end the name of a folder
+    SEPARATORS: tuple[str, ...] = ("/",)  # may end the name of a folder
     HAS_OWNERS = True  # whether files have an owner and permissions that `os` can set
     REPLACES_MAPPED = True  # whether a file that is mapped can be replaced
-    PRIVATE_FOLDER = 0o700  # the mode of a folder until it gets that of the one which it replaces
+    PRIVATE_FOLDER = 0o700  # the mode of a folder until it gets that of the replaced one
 
-    # ---- bytes at a place ------------------------------------------------------------------------------
+    # ---- Bytes at a place
 
     pread = os.pread
     pwrite: Callable[[int, bytes | bytearray | memoryview, int], int] = os.pwrite
@@ -53,7 +53,7 @@ if IS_POSIX:
 
     FICLONERANGE = 0x4020940D  # the ioctl by which files share extents, on btrfs and XFS (linux/fs.h)
 
-    # Its errors where the file system, or this pair of files, can't share extents.
+    # Errors where the file system, or this pair of files, can't share extents.
     NO_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS, errno.EPERM}
 
     def share_blocks(source: int, offset: int, nbytes: int, target: int, position: int) -> bool:
@@ -68,42 +68,42 @@ if IS_POSIX:
         return True
 
     def memory(nbytes: int) -> mmap.mmap:
-        """Return memory of its own pages, in large ones where the kernel has them."""
+        """Return new memory, in large pages where the kernel has them."""
         room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 room.madvise(mmap.MADV_HUGEPAGE)
         return room
 
-    # ---- files and folders in their places ---------------------------------------------------------------
+    # ---- Files and folders in their places
 
     real: Callable[[str], str] = os.path.realpath
     join: Callable[..., str] = os.path.join  # of a folder, or its URL, and names
 
     def local(path: str) -> str:
-        """Return the path as the system takes it."""
+        """Return the path in the form that the system accepts."""
         return path
 
     path_of_url = local
 
     def unfit_name(path: str) -> str | None:
-        """Return what keeps a path from being the name of an output; None if nothing does."""
+        """Return the reason why a path can't be the name of an output; None if it can."""
         return None
 
     def opened(source: Opened) -> None:
-        """Note that a file is open, to be closed before it is replaced where it has to be."""
+        """Note that a file is open: Windows needs it closed before it is replaced."""
 
     def release(path: str) -> None:
-        """Close what this process has open of a file, or of those in a folder, where it has to be."""
+        """Close the descriptors of a file, or of the files in a folder, where the system needs it."""
 
     def put(
         file: BinaryIO, written: str, target: str, changed: int | None = None, *, exclusive: bool = False
     ) -> None:
-        """Flush a new file to the disk, and let it take the place of its target.
+        """Flush a new file to the disk, and put it in the place of its target.
 
-        `changed` is its time of change in nanoseconds, if it is not now. The lock of the file, if it has one,
-        stays until it is closed: where Windows has it closed before, others wait a day before they remove it.
-        Raises FileExistsError where something is at the target and it is `exclusive`.
+        `changed` is its time of change in nanoseconds, if not now. The lock of the file stays until it is
+        closed. On Windows it is closed earlier, and others wait a day before they remove it. Raises
+        FileExistsError where something is at the target of an `exclusive` file.
         """
         if changed is not None:
             os.utime(file.fileno(), ns=(changed, changed))
@@ -111,7 +111,7 @@ if IS_POSIX:
         (_name if exclusive else os.replace)(written, target)
 
     def _name(written: str, target: str) -> None:
-        """Move a file to a name that nothing has. Raises FileExistsError where something has it by now."""
+        """Move a file to an unused name. Raises FileExistsError where the name is taken by now."""
         try:
             os.link(written, target)
         except FileExistsError:
@@ -128,7 +128,7 @@ if IS_POSIX:
                 os.unlink(written)
 
     def replace(written: str, target: str) -> None:
-        """Let a file, which may be open, take the place of another."""
+        """Put a file, which may be open, in the place of another."""
         os.replace(written, target)
 
     def link(old: str, new: str) -> None:
@@ -136,7 +136,7 @@ if IS_POSIX:
         os.link(old, new, follow_symlinks=False)
 
     def sync_folder(folder: str) -> None:
-        """Flush a folder's entries to the disk, without which a rename may not survive a power cut."""
+        """Flush a folder's entries to the disk; else a rename may not survive a power cut."""
         try:
             fd = os.open(folder, FOLDER)
         except PermissionError:  # a folder may be writable and not readable
@@ -171,7 +171,7 @@ if IS_POSIX:
             return False
         return True
 
-    # ---- locks and owners -------------------------------------------------------------------------------
+    # ---- Locks and owners
 
     def lock(fd: int) -> None:
         """Lock a file or folder. Raises BlockingIOError where another has it locked, OSError if none can."""
@@ -202,41 +202,41 @@ if IS_POSIX:
         return is_mine(facts) and not facts.st_mode & 0o022
 
     def boot() -> bytes:
-        """Return what tells this start of this machine from others: temporaries of now are those of one."""
+        """Return a key of this start of this machine."""
         try:
             with open("/proc/sys/kernel/random/boot_id", "rb") as file:
                 return file.read()
         except OSError:
             return os.fsencode(os.uname().nodename)
 
-    # ---- the process ------------------------------------------------------------------------------------
+    # ---- The process
 
     def open_files_allowed() -> tuple[float, float]:
-        """Return how many files this process may have open, and how many it may allow itself."""
+        """Return the soft and the hard limit of open files."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return tuple(math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
 
     def allow_open_files(count: int) -> None:
-        """Allow this process as many open files, at most what it may."""
+        """Set the soft limit of open files."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
     def in_forked(call: Callable[[], object]) -> None:
-        """Have a function called in each process that is forked from this one."""
+        """Call a function in each process that is forked from this one."""
         os.register_at_fork(after_in_child=call)
 
     def end_by(number: int) -> None:
-        """End by a signal itself: only then does a shell stop a loop in which this program runs."""
+        """End by the signal itself: only then does a shell stop a loop around this program."""
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     @contextlib.contextmanager
     def every(seconds: float, call: Callable[..., object]) -> Iterator[None]:
-        """Call a function between opcodes, and within `re`, each time this process has worked so long.
+        """Call a function after each `seconds` of work, between opcodes and within `re`.
 
-        Nothing is called in a thread that is not the main one.
+        In a thread other than the main one it is never called.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        # A handler that Python can't restore is None. Others use SIGALRM.
+        # None is a handler that Python can't restore. Other code uses SIGALRM.
         if not is_main or (before := signal.getsignal(signal.SIGVTALRM)) is None:
             yield
             return

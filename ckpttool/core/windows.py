@@ -1,7 +1,7 @@
-"""What Windows does in the place of POSIX: the same names as in `system`, which says what each is for.
+"""Windows in the place of POSIX: the same names as in `system`, where each is documented.
 
-A folder has no descriptor there, so it can't be locked, flushed or held. What is open can't be replaced or
-removed, whoever has it open: so we close what we have open before, and what we write is safe meanwhile.
+On Windows a folder has no descriptor, so it can't be locked, flushed or held. An open file can't be replaced
+or removed, whoever has it open: so we first close our own. A file being written is thereby safe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HAS_OWNERS = False  # a new file has the list of its folder
 REPLACES_MAPPED = False  # error 1224
 PRIVATE_FOLDER = 0o777  # it keeps the list of its parent, which 0o700 would not take
 
-# ---- bytes at a place ----------------------------------------------------------------------------------
+# ---- Bytes at a place
 
 _moving = threading.Lock()  # one for all: duplicates of a descriptor share its position
 
@@ -77,7 +77,7 @@ def memory(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes)
 
 
-# ---- files and folders in their places -----------------------------------------------------------------
+# ---- Files and folders in their places
 
 LONG = 160  # characters, beyond which names of ours next to a path or in it may be too long
 RESERVED = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.IGNORECASE)
@@ -175,7 +175,7 @@ def exchange(one: str, other: str) -> bool:
     return False
 
 
-# ---- locks and owners ----------------------------------------------------------------------------------
+# ---- Locks and owners
 
 
 def lock(fd: int) -> None:
@@ -215,7 +215,7 @@ def boot() -> bytes:
     return _random
 
 
-# ---- the process ---------------------------------------------------------------------------------------
+# ---- The process
 
 
 def open_files_allowed() -> tuple[float, float]:

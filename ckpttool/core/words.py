@@ -59,11 +59,10 @@ def number(value: float | int, digits: int = 3) -> str:
     return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
 
 
-# ---- The JSON that the programs print and write: strict, with the version by which scripts know its
-# meaning.
+# ---- JSON that programs print and write: strict, with a version for scripts
 
 
-SCHEMA = 1  # goes up when a field gets another meaning, or goes; a new field leaves it as it is
+SCHEMA = 1  # rises when a field changes its meaning or goes; a new field leaves it
 
 
 def versioned(data: Mapping[str, object]) -> dict[str, object]:
@@ -72,7 +71,7 @@ def versioned(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def finite(value: Any, instead: Callable[[float], str | None] = lambda _: None) -> Any:
-    """Return a value for JSON, which lacks NaN and infinity; in their place null, or what `instead` says.
+    """Return a value for JSON. NaN and infinity become null, or what `instead` returns.
 
     A dataclass becomes an object of its fields, an array or a tensor a list.
     """
@@ -89,7 +88,7 @@ def finite(value: Any, instead: Callable[[float], str | None] = lambda _: None) 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """How commands tell one field of a result: what the field's `metadata` says, by the same names."""
+    """How commands print one field of a result, from the field's `metadata`."""
 
     name: str  # of the attribute
     json: str | None  # its name in JSON, where that is another; None where JSON lacks it
@@ -99,12 +98,12 @@ class Telling:
 
 
 def noted(words: str, **how: Any) -> Any:
-    """Return a field of names, () by default, which a note tells after these words; see `Telling`."""
+    """Return a field of names, () by default, that a note lists after these words; see `Telling`."""
     return field(default=(), metadata={"note": words, **how})
 
 
 def _tellings(kind: type) -> tuple[Telling, ...]:
-    """Return how each field of a class of results is told; of another class, nothing."""
+    """Return the fields of a class of results; () of another class."""
     known = fields(kind) if is_dataclass(kind) else ()
     return tuple(Telling(**{"name": each.name, "json": each.name, **each.metadata}) for each in known)
 

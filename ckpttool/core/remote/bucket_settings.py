@@ -195,12 +195,9 @@ def _google() -> BucketSettings:
 
 
 def _azure() -> BucketSettings:
-    config: dict[str, Any] = {}
-    if connection := _set("AZURE_STORAGE_CONNECTION_STRING"):
-        config = _connection(connection)
-    for name, variable in (("account_name", "AZURE_STORAGE_ACCOUNT"), ("account_key", "AZURE_STORAGE_KEY")):
-        if _set(variable):
-            config.setdefault(name, _set(variable))
+    named = {"account_name": _set("AZURE_STORAGE_ACCOUNT"), "account_key": _set("AZURE_STORAGE_KEY")}
+    config: dict[str, Any] = {name: value for name, value in named.items() if value}
+    config |= _connection(_set("AZURE_STORAGE_CONNECTION_STRING"))
     if not ("account_name" in config or _set("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_USE_EMULATOR")):
         raise UsageFault("no storage account of Azure's is named", hint=HINTS["az"])
     found_by_library = (

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # ---- Errors of obstore in one line: its own texts hold pages of Rust, and URLs that may be signed
 
 STATUS = re.compile(r"status code: (\d{3})")
-REASONS = (  # a word of the text -> what it means
+REASONS = (  # a pattern in the text, and its meaning; the first that is found counts
     ("dns error", "there is no such host, or no network"),
     ("Connection refused", "connection refused"),
     ("TimedOut", "no answer in time"),
@@ -38,15 +38,11 @@ REASONS = (  # a word of the text -> what it means
     ("TunnelUnsuccessful", "the proxy refuses the connection"),
     ("following redirect", "the server redirects in circles"),
     ("BadScheme", "the server redirects to another scheme"),
-    ("IncompleteMessage", "the connection was cut off"),
-    ("ConnectionReset", "the connection was cut off"),
-    ("UnexpectedEof", "the connection was cut off"),
+    ("IncompleteMessage|ConnectionReset|UnexpectedEof", "the connection was cut off"),
     ("tcp connect error", "no connection"),
-    ("Wanted range", "the server answers with another range than the one that was asked for"),
-    ("Requested ", "the server answers with another range than the one that was asked for"),
+    ("Wanted range|Requested ", "the server answers with another range than the one that was asked for"),
     ("without LOCATION", "the bucket is in another region"),
-    ("MissingSecretAccessKey", "the credentials are incomplete"),
-    ("MissingAccessKeyId", "the credentials are incomplete"),
+    ("MissingSecretAccessKey|MissingAccessKeyId", "the credentials are incomplete"),
     ("TokenRequest", "the credentials could not be used"),
 )
 OTHER_HINTS = {
@@ -102,7 +98,7 @@ def _translated(error: Exception, shown: str, scheme: str, is_signed: bool) -> F
         return Unreadable(shown, what)
     if "NotPartial" in text or "non-partial" in text:
         return Unranged(shown, "is sent only as a whole: its server ignores ranges")
-    reason = next((meaning for sign, meaning in REASONS if sign in text), "") or _shortened(text)
+    reason = next((meaning for signs, meaning in REASONS if re.search(signs, text)), "") or _shortened(text)
     hint = OTHER_HINTS.get(reason) or (HINTS[scheme] if "credentials" in reason else None)
     return Unreadable(shown, reason, hint=hint)
 

@@ -337,7 +337,6 @@ class Transport:
         """Connect to nothing yet."""
         self._patience = patience
         self._pools: dict[tuple[str, str | None, int], PoolManager] = {}
-        self._managers: dict[tuple[str, str, int], PoolManager] = {}  # of each host
         self._lock = threading.Lock()
 
     def get(
@@ -490,14 +489,12 @@ class Transport:
     def _manager(self, url: str) -> PoolManager:
         """Return the pools of the hosts that are reached in the same way: directly, or by a proxy."""
         parts = urlsplit(url)
-        host = parts.scheme, parts.netloc.rpartition("@")[2], os.getpid()
+        proxy = _proxy(parts.scheme, parts.netloc.rpartition("@")[2])
+        way = parts.scheme, proxy, os.getpid()  # a fork has no part in its parent's pools
         with self._lock:
-            if host not in self._managers:
-                way = parts.scheme, _proxy(*host[:2]), os.getpid()  # a fork has no part in its parent's pools
-                if way not in self._pools:
-                    self._pools[way] = manager_by(*way[:2], self._patience.stall)
-                self._managers[host] = self._pools[way]
-            return self._managers[host]
+            if way not in self._pools:
+                self._pools[way] = manager_by(parts.scheme, proxy, self._patience.stall)
+            return self._pools[way]
 
 
 def _proxy(scheme: str, host: str) -> str | None:

@@ -395,8 +395,7 @@ class _Whole:
     def _compare(self, values: memoryview, part: TensorPart, begin: Sizes, shape: Sizes) -> None:
         other = bytearray(len(values))
         for rank, copy in zip(part.ranks[1:], part.copies, strict=True):
-            with memoryview(other) as view:
-                read_into(view, boxed(copy, begin, shape))
+            read_into(memoryview(other), boxed(copy, begin, shape))
             if other != values:
                 first = part.ranks[0]
                 what = f"'{self.name[:80]}' differs between rank {first} and rank {rank}"
