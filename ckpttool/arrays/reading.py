@@ -12,30 +12,12 @@ from typing import NamedTuple
 
 from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.formats.cursor import Cursor
-from ..core.formats.pytorch.zip_entries import (
-    MAX_TEXT_GROWTH,
-    Inflating,
-    ZipRecord,
-    first_name,
-    read_directory,
-)
+from ..core.formats.pytorch import zip_entries
 from ..core.inert_pickle.machine import PickleFault
 from ..core.inert_pickle.plain_objects import NUMBERS
 from ..core.inert_pickle.reader import read_pickle
 from ..core.inert_pickle.values import Global, OrderedDict_
-from ..core.tensors.ref import (
-    DTYPES,
-    MAX_AXES,
-    MAX_BYTES,
-    ByteRange,
-    DType,
-    Source,
-    Storage,
-    TensorRef,
-    contiguous_stride,
-    extent,
-    is_count,
-)
+from ..core.tensors import ref
 from ..core.tensors.values import in_row_major
 from ..errors import Damaged, Refused, Unsupported
 
@@ -66,7 +48,7 @@ OTHERS = {
 class ArrayHeader(NamedTuple):
     """What a header says: element type and byte order, or what other elements there are; and the shape."""
 
-    dtype: DType | None
+    dtype: ref.DType | None
     byteorder: str
     other: str
     shape: tuple[int, ...]
@@ -75,15 +57,15 @@ class ArrayHeader(NamedTuple):
 
 def sniff(head: bytes) -> bool:
     """Return whether a file that begins with these bytes is an array, or a zip that begins with one."""
-    return head.startswith(MAGIC) or first_name(head).endswith(ENDING)
+    return head.startswith(MAGIC) or zip_entries.first_name(head).endswith(ENDING)
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: ref.Source) -> Checkpoint:
     """Read the headers of all arrays; what is compressed is inflated into a temporary file."""
     if source.read(0, len(MAGIC)) == MAGIC:
-        places = {ALONE: Storage(ByteRange(source, 0, source.size), "UntypedStorage")}
+        places = {ALONE: ref.Storage(ref.ByteRange(source, 0, source.size), "UntypedStorage")}
         return _checkpoint(source, NPY, places, ())
-    records, inflating = read_directory(source, folded=False), Inflating(source)
+    records, inflating = zip_entries.read_directory(source, folded=False), zip_entries.Inflating(source)
     arrays = {name: record for name, record in records.items() if name.endswith(ENDING)}
     places = {name.removesuffix(ENDING): _whole(inflating, record) for name, record in arrays.items()}
     if both := sorted(places.keys() & records.keys()):
@@ -93,19 +75,19 @@ def read(source: Source) -> Checkpoint:
     return _checkpoint(source, NPZ, places, others)
 
 
-def _whole(inflating: Inflating, record: ZipRecord) -> Storage:
+def _whole(inflating: zip_entries.Inflating, record: zip_entries.ZipRecord) -> ref.Storage:
     """Return all bytes of a record, of which its checksum is."""
-    return Storage(inflating.data(record), "UntypedStorage", crc32=record.crc32)
+    return ref.Storage(inflating.data(record), "UntypedStorage", crc32=record.crc32)
 
 
 def _checkpoint(
-    source: Source, kind: str, places: Mapping[str, Storage], unread: tuple[str, ...]
+    source: ref.Source, kind: str, places: Mapping[str, ref.Storage], unread: tuple[str, ...]
 ) -> Checkpoint:
     state = OrderedDict_()
     closed: list[str] = []
     names: set[Global] = set()
     for name, whole in places.items():
-        assert isinstance(whole.data, ByteRange)
+        assert isinstance(whole.data, ref.ByteRange)
         cursor = Cursor(whole.data, window=1 << 10)
         array = header(cursor, f"'{name[:80]}'")
         if array.dtype is None:
@@ -113,7 +95,7 @@ def _checkpoint(
             if array.other == OTHERS["O"]:
                 names |= _names(cursor, name, source.size)
         else:
-            state[name] = _tensor(cursor, name, array, array.dtype, whole)
+            state[name] = _tensor(cursor, name, array, whole)
     if closed and not state:
         raise Unsupported(source.path, f"holds {closed[0]}, and no array of numbers")
     return Checkpoint(source, kind, state, unread=(*closed, *unread), names=frozenset(names))
@@ -121,7 +103,7 @@ def _checkpoint(
 
 def _names(cursor: Cursor, name: str, size: int) -> frozenset[Global]:
     """Return the names that a pickled array mentions: what numpy would call if it were allowed to."""
-    if cursor.left > min((1 << 20) + MAX_TEXT_GROWTH * size, MAX_PICKLE):
+    if cursor.left > min((1 << 20) + zip_entries.MAX_TEXT_GROWTH * size, MAX_PICKLE):
         what = f"its '{name[:80]}' is a pickle of {cursor.left} bytes, in a file of {size}"
         hint = f"write it again without that array, whose names are looked at up to {MAX_PICKLE >> 20} MiB"
         raise Refused(cursor.source.path, what, hint=hint)
@@ -167,10 +149,10 @@ def _parsed(path: str, called: str, text: str) -> ArrayHeader:
     return ArrayHeader(*_element(kind), _shape(path, called, sizes), flag == "True")
 
 
-def _element(kind: re.Match[str]) -> tuple[DType | None, str, str]:
+def _element(kind: re.Match[str]) -> tuple[ref.DType | None, str, str]:
     order, letter, size, unit = kind.groups()
     if letter + size in NUMBERS and not unit:
-        return DTYPES[NUMBERS[letter + size][1]], "big" if order == ">" else "little", ""
+        return ref.DTYPES[NUMBERS[letter + size][1]], "big" if order == ">" else "little", ""
     return None, "little", OTHERS.get(letter, f"elements of type {kind[0][:20]}, which torch does not have")
 
 
@@ -178,23 +160,27 @@ def _shape(path: str, called: str, sizes: str) -> tuple[int, ...]:
     texts = [text.strip().removesuffix("L") for text in sizes.split(",")]  # Python 2 wrote (3L,)
     texts = texts[:-1] if texts[-1:] == [""] else texts
     numbers = [int(text) if text.isdigit() and len(text) < 20 else -1 for text in texts]
-    if not all(map(is_count, numbers)) or extent(numbers) * 16 > MAX_BYTES:
+    if not all(map(ref.is_count, numbers)) or ref.extent(numbers) * 16 > ref.MAX_BYTES:
         raise Damaged(path, f"its {called} has a malformed shape: ({sizes[:80]})")
-    if len(numbers) > MAX_AXES:
-        raise Unsupported(path, f"its {called} has {len(numbers)} axes, and at most {MAX_AXES} are supported")
+    if len(numbers) > ref.MAX_AXES:
+        raise Unsupported(
+            path, f"its {called} has {len(numbers)} axes, and at most {ref.MAX_AXES} are supported"
+        )
     return tuple(numbers)
 
 
-def _tensor(cursor: Cursor, name: str, array: ArrayHeader, dtype: DType, whole: Storage) -> TensorRef:
-    numel = 0 if 0 in array.shape else extent(array.shape)
+def _tensor(cursor: Cursor, name: str, array: ArrayHeader, whole: ref.Storage) -> ref.TensorRef:
+    dtype = array.dtype
+    assert dtype is not None
+    numel = 0 if 0 in array.shape else ref.extent(array.shape)
     if cursor.left != (nbytes := numel * dtype.itemsize):
         what = f"its '{name[:80]}' should have {nbytes} bytes by its shape, has {cursor.left}"
         raise Damaged(cursor.source.path, what)
-    data = Storage(cursor.place(nbytes), dtype.kind, byteorder=array.byteorder, origins=(whole,))
-    stride = contiguous_stride(array.shape)
+    data = ref.Storage(cursor.place(nbytes), dtype.kind, byteorder=array.byteorder, origins=(whole,))
+    stride = ref.contiguous_stride(array.shape)
     if array.is_fortran:
-        stride = contiguous_stride(array.shape[::-1])[::-1]
-    flat = TensorRef.contiguous(data, dtype, (numel,))
+        stride = ref.contiguous_stride(array.shape[::-1])[::-1]
+    flat = ref.TensorRef.contiguous(data, dtype, (numel,))
     if flat.is_swapped:  # a `.pt` has one byte order, and torch swaps no uint16
         data = in_row_major(flat).storage
-    return TensorRef(data, dtype, array.shape, stride)
+    return ref.TensorRef(data, dtype, array.shape, stride)

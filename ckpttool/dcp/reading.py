@@ -24,33 +24,13 @@ from ..core.formats.folders import DCP as NAME
 from ..core.formats.pytorch import zip as torch_zip
 from ..core.formats.pytorch.archive import Archive
 from ..core.formats.strangers import known as known_stranger
+from ..core.inert_pickle import values as inert
 from ..core.inert_pickle.reader import PickleFault, read_pickle
-from ..core.inert_pickle.values import (
-    MAX_DEPTH,
-    Global,
-    OrderedDict_,
-    Record,
-    has_text_keys,
-    in_brief,
-    remade,
-    tensor_of,
-    walk,
-)
+from ..core.inert_pickle.values import Global, Record, in_brief, remade, tensor_of
 from ..core.remote.places import exists, is_folder, open_part, open_source_at, prepare
 from ..core.system import join
-from ..core.tensors.ref import (
-    DTYPES,
-    MAX_AXES,
-    MAX_BYTES,
-    BadTensor,
-    ByteRange,
-    DType,
-    Source,
-    Storage,
-    TensorRef,
-    is_count,
-)
-from ..core.tensors.values import TensorPart, assembled
+from ..core.tensors import ref
+from ..core.tensors.values import Index, TensorPart, assembled
 from ..core.words import first_few
 from ..errors import Damaged, Refused, Unsupported
 
@@ -69,14 +49,15 @@ SPARE = 1000
 Path = tuple[str | int, ...]
 
 
-def torch_size(value: object) -> tuple[int, ...]:
+def torch_size(value: object) -> Index:
     """Return what a `torch.Size` holds."""
     match value:
         case Record(callable=Global("torch", "Size"), args=(tuple() as size,)) | (tuple() as size):
-            if all(map(is_count, size)) and len(size) <= MAX_AXES:
-                return size
-            if all(map(is_count, size)):
-                raise PickleFault(f"has a tensor of {len(size)} axes, and at most {MAX_AXES} are supported")
+            if all(map(ref.is_count, size)):
+                if len(size) <= ref.MAX_AXES:
+                    return size
+                what = f"has a tensor of {len(size)} axes, and at most {ref.MAX_AXES} are supported"
+                raise PickleFault(what)
     raise PickleFault("its metadata is malformed: it has an invalid size")
 
 
@@ -97,7 +78,7 @@ def check(checkpoint: Checkpoint) -> None:
     objects = [
         (dotted(at), in_brief(value))
         for at, value in checkpoint.named(inside)
-        if isinstance(value, Global | Record | Storage) and not _is_data(value)
+        if isinstance(value, Global | Record | ref.Storage) and not _is_data(value)
     ]
     if objects:
         raise _objects_refused(path, objects)
@@ -128,11 +109,11 @@ def inside(value: object) -> Iterable[Entry] | None:
     return None
 
 
-def _is_data(value: Global | Record | Storage) -> bool:
+def _is_data(value: Global | Record | ref.Storage) -> bool:
     """Return whether something that a pickle names is data: a tensor, an element type or a size."""
     match value:
         case Global("torch", name):
-            return name in DTYPES
+            return name in ref.DTYPES
         case Record(callable=Global("torch", "Size")):
             try:
                 return torch_size(value) is not None
@@ -154,7 +135,7 @@ def with_each_its_own(checkpoint: Checkpoint) -> Checkpoint:
     def own(value: Any, path: Path) -> Any:
         nonlocal left
         left -= 1
-        if left < 0 or len(path) > MAX_DEPTH:
+        if left < 0 or len(path) > inert.MAX_DEPTH:
             what = f"'{'.'.join(map(str, path[:4]))}…' is nested too deeply, or holds too much"
             raise Refused(checkpoint.path, what)
         if isinstance(value, dict):
@@ -174,7 +155,7 @@ def lost(checkpoint: Checkpoint) -> tuple[str, ...]:
     for name, value in _dicts(plain):
         if not value:
             names.append(name)
-        if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
+        if isinstance(value, inert.OrderedDict_) and isinstance(value.attributes, dict):
             names += [f"{name}.{attribute}" if name else attribute for attribute in value.attributes]
     return (*names, *plain.opened)
 
@@ -191,7 +172,7 @@ def _dicts(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[Any, object]]]:
 
     def apart(value: object) -> Iterable[Entry] | None:
         if isinstance(value, list) and id(value) not in plain:
-            plain[id(value)] = all(tensor_of(inner) is None for inner in walk(value))
+            plain[id(value)] = all(tensor_of(inner) is None for inner in inert.walk(value))
         return inside(value) if isinstance(value, dict | list) and not plain.get(id(value)) else None
 
     for path, value in checkpoint.named(apart):
@@ -232,7 +213,7 @@ def nest(flat: Mapping[str, object], paths: object) -> dict[str, object]:
 
 def _path(value: object, name: str) -> Path:
     steps = value if isinstance(value, tuple) and value and isinstance(value[0], str) else (None,)
-    if not all(type(step) is str or is_count(step) for step in steps):
+    if not all(type(step) is str or ref.is_count(step) for step in steps):
         raise PickleFault(f"its metadata has a malformed path for '{name}'")
     return steps
 
@@ -308,7 +289,7 @@ def sniff(head: bytes) -> bool:
     return head[:1] == b"\x80" and MODULE.encode() in head
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: ref.Source) -> Checkpoint:
     """Read the metadata and the headers of all chunks, and no element of a tensor."""
     try:
         metadata, names = _metadata(source)
@@ -316,7 +297,7 @@ def read(source: Source) -> Checkpoint:
         values = ((name, items.value(name, described)) for name, described in _names(metadata).items())
         flat = {name: value for name, value in values if value is not ABSENT}
         tree = nest(flat, metadata.get("planner_data"))
-    except (PickleFault, BadTensor) as fault:
+    except (PickleFault, ref.BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
     text, protocol = tree.get(full_json.ENTRY), 2
     content: object = tree
@@ -328,7 +309,7 @@ def read(source: Source) -> Checkpoint:
     return with_extras(checkpoint, items.folder)
 
 
-def _ranks(shards: Sequence[Source], absent: Collection[str]) -> Ranks | None:
+def _ranks(shards: Sequence[ref.Source], absent: Collection[str]) -> Ranks | None:
     """Return the ranks that wrote the files, as their names `__{rank}_{n}.distcp` say; None if it was one."""
     nbytes: Counter[int] = Counter()
     for source in shards:
@@ -340,11 +321,11 @@ def _ranks(shards: Sequence[Source], absent: Collection[str]) -> Ranks | None:
     return Ranks("DCP", held=held, missing=_ranks_of(absent), lacking=lacking)
 
 
-def _ranks_of(names: Iterable[str]) -> tuple[int, ...]:
+def _ranks_of(names: Iterable[str]) -> Index:
     return tuple(sorted({int(named[1]) for name in names if (named := FILE.fullmatch(name))}))
 
 
-def file_names(source: Source) -> list[str]:
+def file_names(source: ref.Source) -> list[str]:
     """Return the names of the files that `.metadata` names, without opening them."""
     try:
         return sorted(_file_names(_metadata(source)[0].get("storage_data")))
@@ -361,7 +342,7 @@ def _file_names(storage_data: object) -> set[str]:
 # The metadata, as inert records.
 
 
-def _metadata(source: Source) -> tuple[dict[Any, Any], frozenset[Global]]:
+def _metadata(source: ref.Source) -> tuple[dict[Any, Any], frozenset[Global]]:
     """Read the metadata into memory: a mapping of it would end this process if the file became shorter."""
     if source.size > 1 << 30:  # a million chunks take a third of it
         raise Unsupported(source.path, "has metadata of more than 1 GB")
@@ -380,12 +361,12 @@ def _fields(value: object, name: str) -> dict[Any, Any]:
 
 def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
     names = metadata.get("state_dict_metadata")
-    if not has_text_keys(names):
+    if not inert.has_text_keys(names):
         raise PickleFault("its metadata is malformed: it has no names")
     return names
 
 
-def _dtype(properties: object) -> DType:
+def _dtype(properties: object) -> ref.DType:
     """Return the element type, which `TensorProperties` keeps as the first item of a tuple."""
     state = properties.state if isinstance(properties, Record) else None
     named = state[0] if isinstance(state, tuple | list) and state else None
@@ -397,12 +378,13 @@ def _dtype(properties: object) -> DType:
 class _Items:
     """The chunks and values of a folder: where each lies, and reading them."""
 
-    def __init__(self, source: Source, storage_data: object) -> None:
+    def __init__(self, source: ref.Source, storage_data: object) -> None:
         self.source = source
         self.folder = source.path if is_folder(source.path) else os.path.dirname(source.path)
-        self.files: dict[str, Source] = {}
+        self.files: dict[str, ref.Source] = {}
         self.names: frozenset[Global] = frozenset()
-        self.places: dict[tuple[object, object], ByteRange | None] = {}  # None where the file is not there
+        # Each item's place; None where its file is not there.
+        self.places: dict[tuple[object, object], ref.ByteRange | None] = {}
         self.loaded: dict[tuple[object, object], object] = {}
         if not isinstance(storage_data, dict):
             raise PickleFault("its metadata does not say where anything is stored")
@@ -426,7 +408,7 @@ class _Items:
     def path_of(self, name: str) -> str:
         return join(self.folder, name)
 
-    def place(self, name: str, info: Mapping[str, Any]) -> ByteRange | None:
+    def place(self, name: str, info: Mapping[str, Any]) -> ref.ByteRange | None:
         extensions = info.get("transform_descriptors")
         if extensions:
             listed = extensions if isinstance(extensions, list) else [extensions]
@@ -434,7 +416,7 @@ class _Items:
             hint = "load it with torch.distributed.checkpoint and save it without extensions"
             raise Unsupported(self.source.path, f"'{name}' {what}", hint=hint)
         file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
-        if not isinstance(file, str) or not is_count(offset) or not is_count(nbytes):
+        if not isinstance(file, str) or not ref.is_count(offset) or not ref.is_count(nbytes):
             raise PickleFault(f"its metadata is malformed where it says where '{name}' is stored")
         if file in self.absent:
             return None
@@ -443,9 +425,9 @@ class _Items:
             if fault := known_stranger(source):
                 raise fault
             raise Damaged(source.path, f"is cut short: it ends before '{name}' does")
-        return ByteRange(source, offset, nbytes)
+        return ref.ByteRange(source, offset, nbytes)
 
-    def file(self, name: str) -> Source:
+    def file(self, name: str) -> ref.Source:
         if name not in self.files:
             if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
                 raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
@@ -477,27 +459,27 @@ class _Items:
             return parts[0].tensor
         return assembled(name, self.source.path, dtype, size, parts)
 
-    def is_absent(self, name: str, offsets: tuple[int, ...] | None) -> bool:
+    def is_absent(self, name: str, offsets: Index | None) -> bool:
         """Return whether the metadata says that something lies in a file that is not there."""
         return (name, offsets) in self.places and self.places[name, offsets] is None
 
-    def with_gaps(self, name: str, dtype: DType, size: tuple[int, ...]) -> TensorRef:
+    def with_gaps(self, name: str, dtype: ref.DType, size: Index) -> ref.TensorRef:
         """Return a tensor of which values are not there; reading them raises Damaged."""
         tensor = with_gaps(self.source.path, dtype, size, _ranks_of(self.absent), None, *sorted(self.absent))
-        if tensor.nbytes > MAX_BYTES:
+        if tensor.nbytes > ref.MAX_BYTES:
             raise PickleFault(f"its metadata gives '{name[:80]}' a shape larger than any file")
         return tensor
 
-    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> TensorPart:
+    def part(self, name: str, offsets: Index, sizes: Index, dtype: ref.DType) -> TensorPart:
         """Return a chunk and its place in the tensor."""
         tensor = detached(self.load(name, offsets))
-        if not isinstance(tensor, TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
+        if not isinstance(tensor, ref.TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
             raise PickleFault(f"a chunk of '{name}' is not what the metadata says")
         if tensor.nbytes > tensor.storage.nbytes:
             raise PickleFault(f"a chunk of '{name}' repeats its elements")
         return TensorPart(offsets, tensor)
 
-    def load(self, name: str, offsets: tuple[int, ...] | None) -> object:
+    def load(self, name: str, offsets: Index | None) -> object:
         """Return what lies in a place, which is read once however often the metadata lists it."""
         place = self.places.get((name, offsets))
         if place is None:

@@ -15,17 +15,7 @@ from ..core.files.commit import naming
 from ..core.formats import safetensors
 from ..core.formats.safetensors import DELTA, parse_object
 from ..core.system import join
-from ..core.tensors.ref import (
-    DTYPES,
-    MAX_AXES,
-    MAX_BYTES,
-    DType,
-    Storage,
-    TensorRef,
-    contiguous_stride,
-    extent,
-    is_count,
-)
+from ..core.tensors import ref
 from ..errors import CkptToolError, Damaged, FileError, Unreadable, Unsupported
 
 VERSION = 1
@@ -68,7 +58,7 @@ class DeltaEntry:
     """
 
     kind: str
-    dtype: DType
+    dtype: ref.DType
     shape: tuple[int, ...]
     crc32: int
     digest: str
@@ -84,11 +74,11 @@ class DeltaEntry:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return 0 if 0 in self.shape else extent(self.shape)
+        return 0 if 0 in self.shape else ref.extent(self.shape)
 
-    def over(self, storage: Storage) -> TensorRef:
+    def over(self, storage: ref.Storage) -> ref.TensorRef:
         """Return the tensor, its values those of a storage."""
-        return TensorRef(storage, self.dtype, self.shape, contiguous_stride(self.shape))
+        return ref.TensorRef(storage, self.dtype, self.shape, ref.contiguous_stride(self.shape))
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that stands in the header."""
@@ -224,12 +214,12 @@ def _digest(value: Any) -> str:
 def _entry(name: str, value: Any) -> DeltaEntry:
     said = _object(value)
     kind, parts, shape = _text(said.get("as")), _object(said.get("in")), said.get("shape")
-    dtype = DTYPES.get(_text(said.get("dtype")))
+    dtype = ref.DTYPES.get(_text(said.get("dtype")))
     if dtype is None or dtype.safetensors is None:
         raise BadHeader(f"has a type of '{name[:80]}' that safetensors lacks")
-    if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(map(is_count, shape)):
+    if not isinstance(shape, list) or len(shape) > ref.MAX_AXES or not all(map(ref.is_count, shape)):
         raise BadHeader(f"has a malformed shape of '{name[:80]}'")
-    if extent(shape) * dtype.itemsize > MAX_BYTES:
+    if ref.extent(shape) * dtype.itemsize > ref.MAX_BYTES:
         raise BadHeader(f"has a shape of '{name[:80]}' larger than any file")
     base, digest = said.get("base"), _digest(said.get("digest"))
     sums = [said.get("crc32"), *parts.values(), *([said.get("base_crc32")] if "base" in said else [])]

@@ -21,18 +21,7 @@ from ..core.lazy import np
 from ..core.remote.places import is_inside, open_part, prepare
 from ..core.remote.urls import is_url
 from ..core.system import join
-from ..core.tensors.ref import (
-    DTYPES,
-    MAX_AXES,
-    MAX_BYTES,
-    ByteRange,
-    Computed,
-    DType,
-    Source,
-    Storage,
-    TensorRef,
-    extent,
-)
+from ..core.tensors import ref
 from ..errors import Damaged, Unsupported
 
 NAME = "onnx"
@@ -67,9 +56,9 @@ def sniff(head: bytes) -> bool:
     return end < len(head) and head[4:end].isascii() and (head[3] == 0 or head[4:end].decode().isprintable())
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: ref.Source) -> Checkpoint:
     """Read names, types and shapes of the initialisers, and open the files beside that hold values."""
-    model = Cursor(ByteRange(source, 0, source.size))
+    model = Cursor(ref.ByteRange(source, 0, source.size))
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     left: list[str] = []
@@ -104,11 +93,11 @@ def read(source: Source) -> Checkpoint:
 class Tensor:
     """A TensorProto as it was read."""
 
-    source: Source
+    source: ref.Source
     name: str = ""
     shape: list[int] = field(default_factory=list)
     kind: int = 0
-    values: dict[int, ByteRange] = field(default_factory=dict)  # by the field that they are in
+    values: dict[int, ref.ByteRange] = field(default_factory=dict)  # by the field that they are in
     elsewhere: dict[str, str] = field(default_factory=dict)  # location, offset, length
     is_elsewhere: bool = False
 
@@ -151,7 +140,7 @@ def _read_tensor(message: Cursor) -> Tensor:
             elif number == 14:
                 tensor.is_elsewhere = value == EXTERNAL
         elif number == 1:
-            while value.left and len(tensor.shape) <= MAX_AXES:
+            while value.left and len(tensor.shape) <= ref.MAX_AXES:
                 tensor.shape.append(value.varint())
         elif number == 8:
             tensor.name = _text(value)
@@ -164,8 +153,8 @@ def _read_tensor(message: Cursor) -> Tensor:
             if number in tensor.values:
                 raise Unsupported(message.source.path, "has the values of a tensor in several pieces")
             tensor.values[number] = value.place(value.left)
-        if len(tensor.shape) > MAX_AXES:
-            raise Unsupported(message.source.path, f"has a tensor of more than {MAX_AXES} axes")
+        if len(tensor.shape) > ref.MAX_AXES:
+            raise Unsupported(message.source.path, f"has a tensor of more than {ref.MAX_AXES} axes")
     _check(tensor)
     return tensor
 
@@ -175,7 +164,7 @@ def _check(tensor: Tensor) -> None:
         raise Damaged(tensor.source.path, "has an initialiser without a name")
     if tensor.kind not in TYPES and tensor.kind not in OTHER_TYPES:
         raise Unsupported(tensor.source.path, f"{tensor.called} has the type {tensor.kind}, unknown here")
-    if extent(tensor.shape) * 16 > MAX_BYTES:  # a negative size is one of more than 2^63
+    if ref.extent(tensor.shape) * 16 > ref.MAX_BYTES:  # a negative size is one of more than 2^63
         raise tensor.damaged("has a shape larger than any file")
     if not {*tensor.values} <= {RAW, FIELDS.get(tensor.kind, AS_NUMBERS[0])} and tensor.kind in TYPES:
         raise tensor.damaged("has values of another type than its own")
@@ -198,7 +187,7 @@ def _pair(message: Cursor) -> tuple[str, str]:
 # Values.
 
 
-def _open_beside(source: Source, tensors: list[Tensor]) -> dict[str, Source]:
+def _open_beside(source: ref.Source, tensors: list[Tensor]) -> dict[str, ref.Source]:
     """Open the files that hold values, each in the folder of the model; by the name that it has there."""
     names = dict.fromkeys(tensor.elsewhere.get("location", "") for tensor in tensors if tensor.is_elsewhere)
     if names and source.path == "-":
@@ -220,15 +209,17 @@ def _open_beside(source: Source, tensors: list[Tensor]) -> dict[str, Source]:
     }
 
 
-def _tensor(tensor: Tensor, files: dict[str, Source]) -> TensorRef:
-    dtype, shape = DTYPES[TYPES[tensor.kind]], tuple(tensor.shape)
+def _tensor(tensor: Tensor, files: dict[str, ref.Source]) -> ref.TensorRef:
+    dtype, shape = ref.DTYPES[TYPES[tensor.kind]], tuple(tensor.shape)
     data = _data(tensor, dtype, 0 if 0 in shape else math.prod(shape), files)
-    origins = (Storage(data.origin, "UntypedStorage"),) if isinstance(data, _Coded) else ()
+    origins = (ref.Storage(data.origin, "UntypedStorage"),) if isinstance(data, _Coded) else ()
     stored = data.computed() if isinstance(data, _Coded) else data
-    return TensorRef.of_bytes(stored, dtype, shape, *origins)
+    return ref.TensorRef.of_bytes(stored, dtype, shape, *origins)
 
 
-def _data(tensor: Tensor, dtype: DType, numel: int, files: dict[str, Source]) -> ByteRange | _Coded:
+def _data(
+    tensor: Tensor, dtype: ref.DType, numel: int, files: dict[str, ref.Source]
+) -> ref.ByteRange | _Coded:
     nbytes = numel * dtype.itemsize
     if tensor.is_elsewhere:
         return _elsewhere(tensor, files[tensor.elsewhere.get("location", "")], nbytes)
@@ -242,10 +233,10 @@ def _data(tensor: Tensor, dtype: DType, numel: int, files: dict[str, Source]) ->
         return place
     if nbytes:
         raise tensor.damaged("has no values")
-    return ByteRange(tensor.source, 0, 0)
+    return ref.ByteRange(tensor.source, 0, 0)
 
 
-def _elsewhere(tensor: Tensor, file: Source, nbytes: int) -> ByteRange:
+def _elsewhere(tensor: Tensor, file: ref.Source, nbytes: int) -> ref.ByteRange:
     given = {"offset": "0", "length": str(nbytes)} | tensor.elsewhere
     numbers = [given["offset"], given["length"]]
     if not all(text.isascii() and text.isdigit() and len(text) < 20 for text in numbers):
@@ -255,20 +246,20 @@ def _elsewhere(tensor: Tensor, file: Source, nbytes: int) -> ByteRange:
         raise tensor.damaged(f"should have {nbytes} bytes by its shape, has {length}")
     if offset + nbytes > file.size:
         raise tensor.damaged(f"reaches past the end of {os.path.basename(file.path)}, at {file.size} bytes")
-    return ByteRange(file, offset, nbytes)
+    return ref.ByteRange(file, offset, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
     """Numbers of seven bits a byte, as bytes of an element type."""
 
-    origin: ByteRange
+    origin: ref.ByteRange
     numel: int
     itemsize: int
     called: str
 
-    def computed(self) -> Computed:
-        return Computed(self.origin.path, self.numel * self.itemsize, self.make)
+    def computed(self) -> ref.Computed:
+        return ref.Computed(self.origin.path, self.numel * self.itemsize, self.make)
 
     def check(self) -> None:
         """Count the numbers, which are as many as bytes that end one."""

@@ -9,20 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ..core.cli import options
+from ..core.cli import options, rewriting
 from ..core.cli.console import Console, counted, show_bytes
 from ..core.cli.reading import fields_of, note_fields, note_state, open_file
-from ..core.cli.rewriting import (
-    BESIDE,
-    WRITTEN,
-    Change,
-    Companions,
-    Outcome,
-    Target,
-    report_written,
-    rewrite,
-    rewritten,
-)
+from ..core.cli.rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..core.cli.schemas import Fields, fields_like
 from ..errors import NothingToDo, RanksDiffer, Refused, UsageFault
 from .frameworks import open_ranks
@@ -162,8 +152,8 @@ def _split_printed() -> list[Fields]:
         "format": (Literal["dtensor-ranks"], "the output's"),
         "keys": (int, "how many names the state has"),
         "renamed": (int, "always 0"),
-        **BESIDE,
-        **WRITTEN,
+        **rewriting.BESIDE,
+        **rewriting.WRITTEN,
     }
     return [as_dtensors, rewritten({"ranks": (int, "as given")})]
 
@@ -248,7 +238,7 @@ def _as_dtensors(job: options.WriteJob, ranks: int, of_mesh: dict[str, Any]) -> 
     choices = job.saving() | of_mesh
     del choices["shard_size"]
     with open_file(console, job.input) as checkpoint, console.bar("writing") as bar:
-        companions = Companions.of(checkpoint, job, Destination(job.output, "dtensor-ranks", True))
+        companions = rewriting.Companions.of(checkpoint, job, Destination(job.output, "dtensor-ranks", True))
         note_state(console, checkpoint, job.state)
         wrappers = _wrappers(checkpoint, job.state)
         choices |= {"kept": companions.names, **bar.calls}
@@ -265,4 +255,6 @@ def _as_dtensors(job: options.WriteJob, ranks: int, of_mesh: dict[str, Any]) -> 
     size = f"{counted(len(written.files), 'file')}, {show_bytes(written.nbytes)}"
     keys = {"keys": count + len(written.whole), "renamed": 0}
     data = {**fields_of(written), "format": "dtensor-ranks", **keys, **companions.fields()}
-    report_written(console, done, written.path, size, time.perf_counter() - started, data, dry=job.dry_run)
+    rewriting.report_written(
+        console, done, written.path, size, time.perf_counter() - started, data, dry=job.dry_run
+    )

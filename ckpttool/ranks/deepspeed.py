@@ -24,20 +24,6 @@ from ..errors import UsageFault
 from . import zero
 from .merge_trees import merged, same
 from .pieces import RankFile, Take, Wholes, require_rank, whole_of
-from .zero import (
-    OF_STAGE_3,
-    OF_STAGES_1_AND_2,
-    Group,
-    Layout,
-    RunFiles,
-    alone,
-    entry,
-    is_ours,
-    joined,
-    of_optimizer,
-    one_step,
-    sorted_out,
-)
 from .zero import candidates as candidates
 
 NAME = "deepspeed-zero"
@@ -48,13 +34,13 @@ OF_PIECES = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "s
 
 def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
     """Return the files of DeepSpeed's ranks as one checkpoint; None if none is named like theirs."""
-    if not any(is_ours(file.path) for file in files):
+    if not any(zero.is_ours(file.path) for file in files):
         return None
-    run = sorted_out(path, files)
+    run = zero.sorted_out(path, files)
     _require_states_of(path, take.rank, run)
     wholes = Wholes(path, run.missing, run.world_size, take.rank)
     tree = _joined(run, wholes) if run.stage else run.facts
-    step = one_step(run, tree.get("optimizer"), take.step)
+    step = zero.one_step(run, tree.get("optimizer"), take.step)
     if take.step is not None and "global_steps" in tree:
         tree = tree | {"global_steps": step}
     kind, held, replicated = f"{framework(run)} ZeRO-{run.stage}", _held(files, run), tuple(wholes.replicated)
@@ -62,12 +48,12 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     return whole_of(path, NAME, tree, files, ranks, wholes.left)
 
 
-def framework(files: RunFiles) -> str:
+def framework(files: zero.RunFiles) -> str:
     version = files.facts.get("ds_version")
     return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
 
 
-def _require_states_of(path: str, take_rank: int | None, files: RunFiles) -> None:
+def _require_states_of(path: str, take_rank: int | None, files: zero.RunFiles) -> None:
     """Check that the rank whose buffers are to be taken has any: only in stage 3 each has."""
     require_rank(path, take_rank, {*files.models, *files.optims})
     if take_rank is not None and take_rank not in files.models:
@@ -76,7 +62,7 @@ def _require_states_of(path: str, take_rank: int | None, files: RunFiles) -> Non
         raise UsageFault(f"{path}: {what}", hint=f"leave out --take-rank, or take rank {min(files.models)}")
 
 
-def _held(files: Sequence[Checkpoint], run: RunFiles) -> dict[int, int]:
+def _held(files: Sequence[Checkpoint], run: zero.RunFiles) -> dict[int, int]:
     """Return how many bytes of tensors each rank's files have."""
     ranks = {id(file.source): rank for kind in (run.models, run.optims) for rank, file in kind.items()}
     nbytes = dict.fromkeys(sorted(set(ranks.values())), 0)
@@ -87,13 +73,13 @@ def _held(files: Sequence[Checkpoint], run: RunFiles) -> dict[int, int]:
     return nbytes
 
 
-def _joined(files: RunFiles, wholes: Wholes) -> dict[Any, Any]:
+def _joined(files: zero.RunFiles, wholes: Wholes) -> dict[Any, Any]:
     """Return a run's contents in stages 1 to 3."""
     groups = _groups(files)
     layout = _layout(files, groups)
     parts = {rank: _parts(files.stage, file) for rank, file in files.optims.items()}
     of_group = [{rank: listed[group] for rank, listed in parts.items()} for group in range(len(groups))]
-    cut = {slot.name: joined(wholes, slot, of_group[slot.group]) for slot in layout.slots}
+    cut = {slot.name: zero.joined(wholes, slot, of_group[slot.group]) for slot in layout.slots}
     cut |= frozen_of(files, wholes)
     optimizer = zero.optimizer_of(files, layout, [[*group] for group in groups], wholes)
     tree = merged(wholes, [without_pieces(file, files, cut) for file in files.models.values()])
@@ -103,7 +89,7 @@ def _joined(files: RunFiles, wholes: Wholes) -> dict[Any, Any]:
 # Where the parameters lie.
 
 
-def _groups(files: RunFiles) -> list[Group]:
+def _groups(files: zero.RunFiles) -> list[zero.Group]:
     """Return the shapes of the trained parameters, by group."""
     for file in files.models.values():
         if not same(file.tree.get("param_shapes"), files.facts.get("param_shapes")):
@@ -111,12 +97,12 @@ def _groups(files: RunFiles) -> list[Group]:
     return shapes_of_groups(files.first)
 
 
-def shapes_of_groups(file: RankFile) -> list[Group]:
+def shapes_of_groups(file: RankFile) -> list[zero.Group]:
     listed = file.tree.get("param_shapes")
     return [_shapes(file, group) for group in (listed if isinstance(listed, list) else [listed])]
 
 
-def _shapes(file: RankFile, listed: object) -> Group:
+def _shapes(file: RankFile, listed: object) -> zero.Group:
     sizes = listed if isinstance(listed, dict) else {"": None}
     shapes = {name: shape for name, size in sizes.items() if (shape := shape_of(size)) is not None}
     if len(shapes) < len(sizes) or not has_text_keys(shapes):
@@ -124,7 +110,7 @@ def _shapes(file: RankFile, listed: object) -> Group:
     return shapes
 
 
-def _layout(files: RunFiles, groups: Sequence[Group]) -> Layout:
+def _layout(files: zero.RunFiles, groups: Sequence[zero.Group]) -> zero.Layout:
     """Return the places of the parameters, after checking each rank's part of the weights."""
     if files.stage == 3:
         layout = zero.parameters_cut(groups, files.world_size, [*files.optims])
@@ -147,18 +133,18 @@ def _layout(files: RunFiles, groups: Sequence[Group]) -> Layout:
 
 def _parts(stage: int, file: RankFile) -> list[TensorRef]:
     """Return a rank's part of the weights of each group."""
-    name = OF_STAGE_3 if stage == 3 else OF_STAGES_1_AND_2
-    listed = of_optimizer(file).get(name)
+    name = zero.OF_STAGE_3 if stage == 3 else zero.OF_STAGES_1_AND_2
+    listed = zero.of_optimizer(file).get(name)
     parts = [part for each in listed if (part := tensor_of(each))] if isinstance(listed, list) else []
     if not isinstance(listed, list) or len(parts) < len(listed):
         raise file.damaged(f"has no list of tensors '{name}'")
     return parts
 
 
-def _paddings(files: RunFiles, groups: Sequence[Group]) -> list[list[int]]:
+def _paddings(files: zero.RunFiles, groups: Sequence[zero.Group]) -> list[list[int]]:
     """Return the padding after each parameter; [] for none."""
     for file in files.optims.values():
-        listed = of_optimizer(file).get("param_alignment_paddings")
+        listed = zero.of_optimizer(file).get("param_alignment_paddings")
         if listed is None:
             return []
         lengths = [len(each) for each in listed if isinstance(each, list)] if isinstance(listed, list) else []
@@ -171,9 +157,9 @@ def _paddings(files: RunFiles, groups: Sequence[Group]) -> list[list[int]]:
     return []
 
 
-def _check_mapping(file: RankFile, *layouts: Layout) -> None:
+def _check_mapping(file: RankFile, *layouts: zero.Layout) -> None:
     """Check that a rank states the places of one of the layouts; only stages 1 and 2 state any."""
-    listed = of_optimizer(file).get("param_slice_mappings")
+    listed = zero.of_optimizer(file).get("param_slice_mappings")
     if not isinstance(listed, list):
         return
     places = [{name: attributes(place) for name, place in attributes(each).items()} for each in listed]
@@ -186,29 +172,29 @@ def _check_mapping(file: RankFile, *layouts: Layout) -> None:
 # The model's state.
 
 
-def frozen_of(files: RunFiles, wholes: Wholes) -> dict[str, TensorRef]:
+def frozen_of(files: zero.RunFiles, wholes: Wholes) -> dict[str, TensorRef]:
     """Return the parameters that are not trained, where the files list them; stage 1 does not."""
     listed = files.facts.get("frozen_param_shapes")
     frozen: dict[str, TensorRef] = {}
     for name, shape in (_shapes(files.first, listed) if listed else {}).items():
         parts: dict[int, TensorRef] = {}
         for rank, file in files.models.items():
-            part = tensor_of(entry(file, "frozen_param_fragments").get(name))
+            part = tensor_of(zero.entry(file, "frozen_param_fragments").get(name))
             if part is None:
                 raise file.damaged(f"lacks the frozen parameter '{name[:80]}'")
             parts[rank] = part
         if files.stage == 3:
             (slot,) = zero.parameters_cut([{name: shape}], files.world_size, [*parts]).slots
-            frozen[name] = joined(wholes, slot, parts)
+            frozen[name] = zero.joined(wholes, slot, parts)
         elif parts[0].shape == shape:
-            frozen[name] = alone(parts[0])
+            frozen[name] = zero.alone(parts[0])
         else:
             what = f"holds '{name[:80]}' in another shape than {list(shape)}, which it states"
             raise files.first.damaged(what)
     return frozen
 
 
-def without_pieces(file: RankFile, files: RunFiles, cut: Mapping[str, TensorRef]) -> RankFile:
+def without_pieces(file: RankFile, files: zero.RunFiles, cut: Mapping[str, TensorRef]) -> RankFile:
     """Return a file with model states without what describes pieces, or stands in the place of them."""
     buffers = buffers_of(files)
 
@@ -217,17 +203,19 @@ def without_pieces(file: RankFile, files: RunFiles, cut: Mapping[str, TensorRef]
         is_placeholder = files.stage == 3 and tensor is not None and tensor.shape == (0,)
         return name not in cut and (name in buffers or not is_placeholder)
 
-    module = entry(file, "module")
+    module = zero.entry(file, "module")
     kept = remade(module, ((name, value) for name, value in module.items() if stays(name, value)))
     return replace(file, tree={k: v for k, v in file.tree.items() if k not in OF_PIECES} | {"module": kept})
 
 
-def buffers_of(files: RunFiles) -> set[str]:
+def buffers_of(files: zero.RunFiles) -> set[str]:
     listed = files.facts.get("buffer_names")
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
-def module_of(files: RunFiles, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
+def module_of(
+    files: zero.RunFiles, untouched: Mapping[Any, Any], cut: Mapping[str, TensorRef]
+) -> dict[Any, Any]:
     """Return the model's state under the model's names, in the model's order."""
     module, buffers = files.facts["module"], buffers_of(files)
     ties = attributes(files.facts.get("shared_params"))
@@ -243,7 +231,7 @@ def module_of(files: RunFiles, untouched: Mapping[Any, Any], cut: Mapping[str, T
             state[name] = whole
         elif isinstance(plain := untouched.get(name), TensorRef):
             half = name in buffers and plain.dtype.name in ("float16", "bfloat16")
-            state[name] = copies.setdefault(plain.view, caster.cast(plain) if half else alone(plain))
+            state[name] = copies.setdefault(plain.view, caster.cast(plain) if half else zero.alone(plain))
         elif name in untouched:
             state[name] = untouched[name]
         elif not files.missing:

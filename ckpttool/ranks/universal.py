@@ -24,24 +24,10 @@ from ..core.remote.places import exists, names_in
 from ..core.system import join
 from ..core.tensors.ref import TensorRef, contiguous_stride, count_of
 from ..errors import Damaged
-from . import zero as run_files
+from . import zero
 from .deepspeed import NAME, buffers_of, framework, frozen_of, module_of, shapes_of_groups, without_pieces
 from .merge_trees import merged
 from .pieces import Candidates, RankFile, Take, Wholes, require_rank, whole_of
-from .zero import (
-    IN_USE,
-    LATEST,
-    SETTINGS,
-    ZERO,
-    RunFiles,
-    alone,
-    contents,
-    groups_by_name,
-    is_universal,
-    named_by,
-    one_step,
-    states_in,
-)
 
 WEIGHTS, STEP = "fp32", "step"
 
@@ -60,23 +46,23 @@ class _Parts:
 
 def candidates(folder: str) -> Candidates:
     """Return the files of a universal folder, or of that which `latest` or `latest_universal` names."""
-    if is_universal(folder):
+    if zero.is_universal(folder):
         return Candidates(_files_in(folder))
-    if states_in(folder):
+    if zero.states_in(folder):
         return Candidates([])
-    for telling in (LATEST, "latest_universal"):
-        if (named := named_by(folder, telling)) is not None:
+    for telling in (zero.LATEST, "latest_universal"):
+        if (named := zero.named_by(folder, telling)) is not None:
             inside = join(folder, named[0])
-            return Candidates(_files_in(inside), (named[1],)) if is_universal(inside) else Candidates([])
+            return Candidates(_files_in(inside), (named[1],)) if zero.is_universal(inside) else Candidates([])
     return Candidates([])
 
 
 def _files_in(folder: str) -> list[str]:
-    zero = join(folder, ZERO)
-    folders = [join(zero, name) for name in names_in(zero)]
+    below = join(folder, zero.ZERO)
+    folders = [join(below, name) for name in names_in(below)]
     paths = [join(inside, name) for inside in folders for name in names_in(inside)]
     states = [path for path in paths if path.endswith(".pt")]
-    return [*states_in(folder), *states, *filter(exists, [join(zero, SETTINGS)])]
+    return [*zero.states_in(folder), *states, *filter(exists, [join(below, zero.SETTINGS)])]
 
 
 def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | None:
@@ -85,7 +71,7 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     if not parts.states:
         return None
     if not parts.models:
-        raise Damaged(path, run_files.NO_MODELS, hint=HINT)
+        raise Damaged(path, zero.NO_MODELS, hint=HINT)
     of_first = {rank: file for (part, rank), file in sorted(parts.models.items()) if not part}
     run = _run(path, parts, of_first or dict(enumerate(parts.models.values())))
     require_rank(path, take.rank, run.models)
@@ -93,11 +79,11 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     groups = _groups(parts, run)
     for name in chain.from_iterable(groups):
         if WEIGHTS not in parts.states.get(name, ()):
-            missing = join(ZERO, name, f"{WEIGHTS}.pt")
+            missing = join(zero.ZERO, name, f"{WEIGHTS}.pt")
             raise Damaged(path, f"has no {missing}", hint="copy the folder again, with all that is below it")
     tree = _tree(run, parts, groups, wholes)
     tree["optimizer"] = optimizer = _optimizer(run, parts, groups)
-    step = one_step(run, optimizer, take.step)
+    step = zero.one_step(run, optimizer, take.step)
     nbytes = sum(tensor.nbytes for file in files for _, tensor in file.tensors())
     kind, replicated = f"{framework(run)} universal", tuple(wholes.replicated)
     ranks = Ranks(kind, None, step=step, held={0: nbytes}, replicated=replicated)
@@ -109,28 +95,28 @@ def _sorted_out(files: Sequence[Checkpoint]) -> _Parts:
     for file in files:
         folder, name = os.path.split(file.path)
         above, stem = os.path.split(folder)[0], name.removesuffix(".pt")
-        if os.path.basename(above) == ZERO:
+        if os.path.basename(above) == zero.ZERO:
             parts.states.setdefault(os.path.basename(folder), {})[stem] = file
-        elif os.path.basename(folder) == ZERO and name == SETTINGS:
+        elif os.path.basename(folder) == zero.ZERO and name == zero.SETTINGS:
             parts.settings = file
-        elif named := run_files.OF_MODEL.fullmatch(stem):
+        elif named := zero.OF_MODEL.fullmatch(stem):
             rank = int(named["rank"] or 0)
-            parts.models[int(named["mp"]), rank] = RankFile(file.source, contents(file), rank, None)
+            parts.models[int(named["mp"]), rank] = RankFile(file.source, zero.contents(file), rank, None)
         # Layers of a pipeline and experts are copies of the run's, in its own precision.
-        elif run_files.is_ours(file.path):
-            parts.left.append(f"{name} (its parameters are in {ZERO}/)")
+        elif zero.is_ours(file.path):
+            parts.left.append(f"{name} (its parameters are in {zero.ZERO}/)")
     return parts
 
 
-def _run(path: str, parts: _Parts, models: Mapping[int, RankFile]) -> RunFiles:
+def _run(path: str, parts: _Parts, models: Mapping[int, RankFile]) -> zero.RunFiles:
     """Return the run that the folder was made of, as if `optimizer_state.pt` were the file of rank 0."""
     world = next(iter(models.values())).tree.get("dp_world_size")
     is_stage_3 = any(os.path.basename(file.path).startswith("zero_pp_rank_") for file in models.values())
     optims = {0: RankFile(parts.settings.source, parts.settings.tree, 0, None)} if parts.settings else {}
-    return RunFiles(path, 3 if is_stage_3 else 1, world if type(world) is int else 1, models, optims)
+    return zero.RunFiles(path, 3 if is_stage_3 else 1, world if type(world) is int else 1, models, optims)
 
 
-def _groups(parts: _Parts, run: RunFiles) -> list[dict[str, tuple[int, ...]]]:
+def _groups(parts: _Parts, run: zero.RunFiles) -> list[dict[str, tuple[int, ...]]]:
     """Return the trained parameters by group; of a model that was cut, those of all its parts."""
     groups: list[dict[str, tuple[int, ...]]] = []
     for (_, rank), file in sorted(parts.models.items()):
@@ -141,7 +127,7 @@ def _groups(parts: _Parts, run: RunFiles) -> list[dict[str, tuple[int, ...]]]:
     return groups
 
 
-def _tree(run: RunFiles, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes) -> dict[Any, Any]:
+def _tree(run: zero.RunFiles, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes) -> dict[Any, Any]:
     """Return the model states with the fp32 weights in the place of the run's own."""
     flat = {name: shape for group in groups for name, shape in group.items()} if run.stage == 3 else {}
     weights = {
@@ -152,14 +138,14 @@ def _tree(run: RunFiles, parts: _Parts, groups: Sequence[Shapes], wholes: Wholes
     if len({part for part, _ in parts.models}) > 1 or not isinstance(run.facts.get("module"), dict):
         return _of_cut_model(run, parts, weights)
     if foreign := [name for name in parts.states if name not in run.facts["module"]]:
-        what = f"has '{foreign[0][:80]}' in {ZERO}/, which its model states do not name"
+        what = f"has '{foreign[0][:80]}' in {zero.ZERO}/, which its model states do not name"
         raise Damaged(run.path, what, hint=HINT)
     weights |= frozen_of(run, wholes) if run.stage == 3 else {}
     tree = merged(wholes, [without_pieces(file, run, weights) for file in run.models.values()])
     return {**tree, "module": module_of(run, tree["module"], weights)}
 
 
-def _of_cut_model(run: RunFiles, parts: _Parts, weights: Mapping[str, TensorRef]) -> dict[Any, Any]:
+def _of_cut_model(run: zero.RunFiles, parts: _Parts, weights: Mapping[str, TensorRef]) -> dict[Any, Any]:
     """Return the tree of a model that ranks had parts of: only `zero/` has its parameters whole."""
     own, buffers = attributes(run.facts.get("module")), buffers_of(run)
     known = [name for name in own if name in parts.states]
@@ -186,14 +172,14 @@ def _tensor(file: Checkpoint, shape: tuple[int, ...] | None) -> TensorRef:
     if tensor is None:
         raise Damaged(file.path, "has no tensor, as the files of a universal checkpoint do", hint=HINT)
     if shape is None or tensor.shape == shape:
-        return alone(tensor)
+        return zero.alone(tensor)
     if len(tensor.shape) != 1 or tensor.numel != count_of(shape) or not tensor.is_stretch:
         what = f"has shape {list(tensor.shape)}, and the parameter {list(shape)}"
         raise Damaged(file.path, what, hint=HINT)
-    return replace(alone(tensor), shape=shape, stride=contiguous_stride(shape))
+    return replace(zero.alone(tensor), shape=shape, stride=contiguous_stride(shape))
 
 
-def _optimizer(run: RunFiles, parts: _Parts, groups: Sequence[Shapes]) -> dict[str, Any] | None:
+def _optimizer(run: zero.RunFiles, parts: _Parts, groups: Sequence[Shapes]) -> dict[str, Any] | None:
     """Return the optimizer's state by parameter name."""
     if parts.settings is None:
         return None
@@ -207,7 +193,7 @@ def _optimizer(run: RunFiles, parts: _Parts, groups: Sequence[Shapes]) -> dict[s
                 kept[STEP] = step
             if kept:
                 state[name] = kept
-    return of_names(state, groups_by_name(run, {0: parts.settings.tree}, [*map(list, groups)]))
+    return of_names(state, zero.groups_by_name(run, {0: parts.settings.tree}, [*map(list, groups)]))
 
 
 def _step_of_group(settings: Checkpoint, number: int) -> object:
@@ -219,5 +205,5 @@ def _step_of_group(settings: Checkpoint, number: int) -> object:
 
 def _settings_left(parts: _Parts) -> Iterator[str]:
     for name in attributes(parts.settings.tree if parts.settings else None):
-        if name not in IN_USE and name not in (GROUPS, "optimizer_state_dict"):
-            yield f"'{in_brief(name)[:80]}' of {SETTINGS}"
+        if name not in zero.IN_USE and name not in (GROUPS, "optimizer_state_dict"):
+            yield f"'{in_brief(name)[:80]}' of {zero.SETTINGS}"
