@@ -20,7 +20,7 @@ from ..core.formats.reading import open as open_checkpoint
 from ..core.inert_pickle.values import remade
 from ..core.tensors.cast import CastReport
 from ..core.tensors.ref import PLAIN_FLOATS, Storage, TensorRef, real_dtype
-from ..core.tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded, same_values
+from ..core.tensors.values import MAX_REPEATED, require_bounded, same_values
 from ..errors import NothingToDo, Refused, UsageFault
 from .mean import MeanTensors
 from .methods import Merger, one_for_each, recipe, require_no_more
@@ -185,7 +185,9 @@ class _Averaging:
         inputs = [state.tensors[name] for state in self.states]
         part = real_dtype(last.dtype)
         if last.dtype.name in INTEGERS:
-            same = all(_same(name, tensor, last) for tensor in inputs[:-1])
+            for tensor in inputs:
+                require_bounded(name, tensor, MAX_REPEATED)
+            same = all(same_values(tensor, last) for tensor in inputs[:-1])
             (self.kept if same else self.taken).append(name)
             return last
         if part.name not in PLAIN_FLOATS:
@@ -212,9 +214,3 @@ class _Averaging:
         if tied is None or not all(map(same_values, tied, inputs)):
             return None
         return tuple(tensor.view for tensor in tied)
-
-
-def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
-    for tensor in (a, b):
-        require_bounded(name, tensor, MAX_REPEATED)
-    return all(x == y for x, y in zip(in_pieces(a, CHUNK), in_pieces(b, CHUNK), strict=True))

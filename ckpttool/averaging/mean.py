@@ -231,9 +231,8 @@ def _round(values: NDArray[Any], dtype: DType, out: NDArray[Any]) -> None:
 # ---- The bytes of mean tensors, computed when they are written; small tensors together.
 
 
-SMALL_TENSOR = (
-    1 << 14
-)  # bytes of a tensor averaged together with others: few elements take as long as thousands
+# Bytes of a tensor that is averaged together with others: few elements take as long as thousands.
+SMALL_TENSOR = 1 << 14
 BATCH = 1 << 18  # bytes of small tensors averaged together
 BATCHES_HELD = 16  # batches whose means stay in memory: a file may have its tensors in another order
 

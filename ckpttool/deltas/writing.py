@@ -144,9 +144,8 @@ def delta(
         return Delta(saved, counted, newer.nbytes, digest, lacks)
 
 
-Made = tuple[
-    Checkpoint, Mapping[str, DeltaEntry], str | None
-]  # the file, what it says, the newer one's digest
+# The file, what it says, and the digest of the newer checkpoint.
+Made = tuple[Checkpoint, Mapping[str, DeltaEntry], str | None]
 
 
 def _delta(job: _Job) -> Made:

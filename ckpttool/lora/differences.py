@@ -12,7 +12,6 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 from typing import Any
@@ -29,7 +28,7 @@ from ..core.files.threads import Progress
 from ..core.lazy import NDArray, np
 from ..core.tensors.cast import in_float64
 from ..core.tensors.ref import DTYPES, PLAIN_FLOATS, Storage, TensorRef
-from ..core.tensors.values import CHUNK, in_pieces, require_bounded
+from ..core.tensors.values import require_bounded, same_values
 from ..core.words import counted, noted
 from ..errors import NothingToDo, Refused, UsageFault
 from .adapter import PREFIX
@@ -191,7 +190,7 @@ class Differences:
                 shapes = f"{list(base.shape)}, and {list(other.shape)} in {self.paths[1]}"
                 raise Refused(self.paths[0], f"'{name}' has the shape {shapes}", hint=self.compare)
             require_bounded(name, other)
-            if other.view != tuned.view and not _is_equal(other, tuned):
+            if other.view != tuned.view and not same_values(other, tuned):
                 what = f"ties '{first}' and '{name}', which are two tensors in {self.paths[1]}"
                 hint = f"give each its own: ckpttool convert {shlex.quote(self.paths[0])} OUT --keep-copies"
                 raise Refused(self.paths[0], what, hint=hint)
@@ -316,16 +315,10 @@ def _is_layer(names: Iterable[str], *tensors: TensorRef) -> bool:
 def _differs(base: TensorRef, tuned: TensorRef, *, numbers: bool) -> bool:
     """Return whether two tensors differ, bit for bit or as numbers."""
     if not numbers or base.dtype is tuned.dtype:
-        is_same = _is_equal(base, tuned)
+        is_same = same_values(base, tuned)
         if is_same or not numbers:
             return not is_same
     return any(block.any() for _, block in Difference(base, tuned).rows())
-
-
-def _is_equal(one: TensorRef, other: TensorRef) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return all(a == b for a, b in zip(in_pieces(one, CHUNK), in_pieces(other, CHUNK), strict=True))
 
 
 # ---- A LoRA adapter made of what lies between a model and the one it was trained from: `merge_lora`
@@ -479,15 +472,12 @@ def _compared(
     checkpoints: tuple[Checkpoint, Checkpoint], states: tuple[State, State], verify: bool | None
 ) -> Differences:
     """Return where the second model differs, of files that have their checksums."""
-    with ExitStack() as stack:
-        sums = [
-            stack.enter_context(Checksums(each, ((n, t.storage) for n, t in chosen.items())))
-            for each, chosen in zip(checkpoints, states, strict=True)
-            if verify is not False
-        ]
-        found = Differences(checkpoints[0], states[0], checkpoints[1], states[1])
-        for each_sum in sums:
-            each_sum.finish()
+    (base, tuned), (a, b) = checkpoints, states
+    read = [() if verify is False else [(n, t.storage) for n, t in each.items()] for each in states]
+    with Checksums(base, read[0]) as of_base, Checksums(tuned, read[1]) as of_tuned:
+        found = Differences(base, a, tuned, b)
+        of_base.finish()
+        of_tuned.finish()
     return found
 
 
