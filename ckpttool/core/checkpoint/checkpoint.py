@@ -376,9 +376,8 @@ def _what_to_pass(name: str, given: object) -> str:
         how = f"with ckpttool.open({os.fspath(given)!r}) as checkpoint: ckpttool.{name}(checkpoint, …)"
         return f"{name}() takes an open checkpoint, not a path: {how}"
     if isinstance(given, tuple) and given and isinstance(given[0], Checkpoint):
-        return (
-            f"{name}() takes a checkpoint, not the pair that a function returned: pass the first of the two"
-        )
+        what = "takes a checkpoint, not the pair that a function returned"
+        return f"{name}() {what}: pass the first of the two"
     return f"{name}() takes a checkpoint that ckpttool.open returned, not {type(given).__name__}"
 
 

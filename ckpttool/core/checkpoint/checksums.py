@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING
 
 from ...errors import Damaged, RanksDiffer, Refused
-from ..files.digest import combined, crc32, crc32_of, digest
+from ..files.digest import PIECE as DIGEST_PIECE
+from ..files.digest import Pieces, combined, crc32, crc32_of, digest
 from ..files.threads import Progress, map_bytes
 from ..inert_pickle.values import TooDeep
 from ..remote import urls
@@ -24,9 +24,6 @@ from .dotted_names import TooManyNames
 from .full import Unholdable, encode
 from .special_tensors import SpecialTensor, require_plain
 from .state import State
-
-if TYPE_CHECKING:
-    from ..files.digest import Pieces
 
 Named = tuple[str, Storage]
 
@@ -251,10 +248,8 @@ class _Digest:
     """The digest of a storage, put together from those of its pieces."""
 
     def __init__(self, name: str, storage: Storage) -> None:
-        from ..files.digest import PIECE, Pieces  # whose hashlib loads OpenSSL
-
-        self.name, self.storage, self.piece = name, storage, PIECE
-        self._pieces: Pieces = Pieces(storage.nbytes)
+        self.name, self.storage, self.piece = name, storage, DIGEST_PIECE
+        self._pieces = Pieces(storage.nbytes)
         self.see, self.unread = self._pieces.see, self._pieces.missing
 
     def agrees(self) -> bool:

@@ -15,29 +15,7 @@ from typing import Any
 from ...errors import Damaged, Refused
 from ..inert_pickle import values as inert
 from ..inert_pickle.machine import KeyGuard
-from ..inert_pickle.values import (
-    FROM_TYPE,
-    FrozenSet_,
-    Global,
-    OrderedDict_,
-    Record,
-    Set_,
-    TooDeep,
-    in_brief,
-    is_state,
-    tensor_of,
-)
-from ..tensors.ref import (
-    DEVICE,
-    DTYPES,
-    STORAGE_DTYPES,
-    BadTensor,
-    DType,
-    Storage,
-    TensorRef,
-    checked_tensor,
-    real_dtype,
-)
+from ..tensors import ref
 from .dotted_names import TooManyNames, contents, dotted, named_values
 from .special_tensors import PLAIN, rebuilds, require_sound
 
@@ -63,7 +41,7 @@ class Unholdable(ValueError):
 class Flat:
     """A tree taken apart: tensors by name, and the JSON text that puts them together again."""
 
-    tensors: dict[str, TensorRef]
+    tensors: dict[str, ref.TensorRef]
     text: str
 
 
@@ -74,13 +52,13 @@ def encode(tree: object, protocol: int = 2) -> Flat:
         document = {"version": VERSION, "protocol": protocol, "tree": encoder.node(tree, ())}
         text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
-        raise TooDeep from None
+        raise inert.TooDeep from None
     return Flat(encoder.tensors, text)
 
 
 def _is_shared_by_identity(value: object) -> bool:
     """Return whether two places with one value differ from two with equal values."""
-    if isinstance(value, TensorRef | bytearray):
+    if isinstance(value, ref.TensorRef | bytearray):
         return True
     return not (isinstance(value, inert.LEAVES) or (isinstance(value, tuple | frozenset) and not value))
 
@@ -94,20 +72,20 @@ def _references(tree: object) -> Counter[int]:
 
 class _Encoder:
     def __init__(self, tree: object) -> None:
-        self.tensors: dict[str, TensorRef] = {}
+        self.tensors: dict[str, ref.TensorRef] = {}
         self.counts = _references(tree)
         self.repeats: Counter[str] = Counter()  # of names that are taken
         self.numbers: dict[int, int] = {}  # the numbers of values that others may refer to, by id
         self.referred: set[int] = set()
         self.unfinished = 0  # tuples being encoded, which may contain themselves
-        self.owners: dict[int, tuple[str, TensorRef]] = {}  # storage id -> owner of its bytes
+        self.owners: dict[int, tuple[str, ref.TensorRef]] = {}  # storage id -> owner of its bytes
         for path, value in named_values(tree, contents, MAX_NAMES):
-            tensor = tensor_of(value)
+            tensor = inert.tensor_of(value)
             if tensor is not None and id(tensor.storage) not in self.owners and _is_whole(tensor):
                 self.own(path, tensor)
         self.level = 0
 
-    def own(self, path: tuple[str, ...], tensor: TensorRef) -> tuple[str, TensorRef]:
+    def own(self, path: tuple[str, ...], tensor: ref.TensorRef) -> tuple[str, ref.TensorRef]:
         """Make a tensor the owner of its storage's bytes, under its dotted path."""
         base = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
         name = base
@@ -120,7 +98,7 @@ class _Encoder:
 
     def node(self, value: object, path: tuple[str, ...]) -> object:
         if self.level == inert.MAX_DEPTH:
-            raise TooDeep
+            raise inert.TooDeep
         self.level += 1
         made = self.maybe_shared(value, path)
         self.level -= 1
@@ -132,7 +110,7 @@ class _Encoder:
             self.referred.add(self.numbers[id(value)])
             return ["ref", self.numbers[id(value)]]
         several = self.counts[id(value)] > 1
-        if isinstance(value, dict | list | Record) and (several or self.unfinished):
+        if isinstance(value, dict | list | inert.Record) and (several or self.unfinished):
             number = self.number(value)  # before its contents, which may refer to it
             node = self.plain(value, path)
             return ["def", number, node] if several or number in self.referred else node
@@ -150,18 +128,18 @@ class _Encoder:
         return self.numbers[id(value)]
 
     def plain(self, value: object, path: tuple[str, ...]) -> object:
-        if isinstance(value, TensorRef):
+        if isinstance(value, ref.TensorRef):
             return self.tensor(value, path)
-        if isinstance(value, Storage):
+        if isinstance(value, ref.Storage):
             name, _ = self.owner(value, path)
             return ["storage", name, value.kind, _text(value.location)]
-        if isinstance(value, OrderedDict_):
+        if isinstance(value, inert.OrderedDict_):
             items = self.items(value, path)  # before the attributes, as a reader meets them
             attributes = [] if value.attributes is None else [self.node(value.attributes, path)]
             return ["ordered", items, *attributes]
         if isinstance(value, dict):
             return self.items(value, path)
-        if isinstance(value, Record):
+        if isinstance(value, inert.Record):
             return ["record", self.record(value, path)]
         if isinstance(value, list | tuple | set | frozenset):
             nodes = (self.node(item, (*path, str(i))) for i, item in enumerate(value))
@@ -174,9 +152,9 @@ class _Encoder:
         return ["dict", *self.pairs(value.items(), path)]
 
     def pairs(self, items: Iterable[tuple[object, object]], path: tuple[str, ...]) -> list[object]:
-        return [[self.node(key, path), self.node(item, (*path, in_brief(key)))] for key, item in items]
+        return [[self.node(key, path), self.node(item, (*path, inert.in_brief(key)))] for key, item in items]
 
-    def record(self, value: Record, path: tuple[str, ...]) -> object:
+    def record(self, value: inert.Record, path: tuple[str, ...]) -> object:
         node: dict[str, object] = {"how": value.how, "callable": self.node(value.callable, path)}
         node["args"] = self.node(value.args, path)
         if value.kwargs is not None:
@@ -189,11 +167,11 @@ class _Encoder:
             node["items"] = self.pairs(value.items, path)
         return node
 
-    def tensor(self, value: TensorRef, path: tuple[str, ...]) -> object:
+    def tensor(self, value: ref.TensorRef, path: tuple[str, ...]) -> object:
         """Encode a tensor by its name, or as a view of the tensor that owns the storage's bytes."""
         name, owner = self.owner(value.storage, path, value.dtype)
         options: dict[str, object] = {}
-        whole = TensorRef.contiguous(owner.storage, owner.dtype, owner.shape)  # as a reader builds it
+        whole = ref.TensorRef.contiguous(owner.storage, owner.dtype, owner.shape)  # as a reader builds it
         if _layout(value) != _layout(whole):
             options["view"] = [value.dtype.name, value.offset, value.shape, value.stride]
         options |= {flag: True for flag in ("requires_grad", "conj", "neg") if getattr(value, flag)}
@@ -202,32 +180,32 @@ class _Encoder:
         return ["tensor", name, options] if options else ["tensor", name]
 
     def owner(
-        self, storage: Storage, path: tuple[str, ...], dtype: DType | None = None
-    ) -> tuple[str, TensorRef]:
+        self, storage: ref.Storage, path: tuple[str, ...], dtype: ref.DType | None = None
+    ) -> tuple[str, ref.TensorRef]:
         """Return the name and tensor that own a storage's bytes, adding a flat tensor when there is none."""
         if id(storage) not in self.owners:
             return self.own((*path, "storage"), flat(storage, dtype))
         return self.owners[id(storage)]
 
 
-def _is_whole(tensor: TensorRef) -> bool:
+def _is_whole(tensor: ref.TensorRef) -> bool:
     """Return whether a tensor is its whole storage, in an element type that the file can hold."""
     is_all = tensor.is_contiguous and tensor.nbytes == tensor.storage.nbytes
     return is_all and not (tensor.conj or tensor.neg) and tensor.dtype.safetensors is not None
 
 
-def flat(storage: Storage, dtype: DType | None = None) -> TensorRef:
+def flat(storage: ref.Storage, dtype: ref.DType | None = None) -> ref.TensorRef:
     """Return all elements of a storage as one tensor of a type that safetensors has, complex ones as
     pairs."""
-    dtype = STORAGE_DTYPES.get(storage.kind, dtype or DTYPES["uint8"])
+    dtype = ref.STORAGE_DTYPES.get(storage.kind, dtype or ref.DTYPES["uint8"])
     if dtype.safetensors is None:
-        dtype = real_dtype(dtype)
+        dtype = ref.real_dtype(dtype)
     if dtype.safetensors is None or storage.nbytes % dtype.itemsize:
-        dtype = DTYPES["uint8"]
-    return TensorRef(storage, dtype, (storage.nbytes // dtype.itemsize,), (1,))
+        dtype = ref.DTYPES["uint8"]
+    return ref.TensorRef(storage, dtype, (storage.nbytes // dtype.itemsize,), (1,))
 
 
-def _layout(tensor: TensorRef) -> tuple[object, ...]:
+def _layout(tensor: ref.TensorRef) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.stride, tensor.offset
 
 
@@ -252,7 +230,7 @@ def _leaf(value: object, path: tuple[str, ...]) -> object:
         return value if math.isfinite(value) else ["float", struct.pack(">d", value).hex()]
     if isinstance(value, bytes | bytearray):
         return [type(value).__name__, _base64(bytes(value))]
-    if isinstance(value, Global):
+    if isinstance(value, inert.Global):
         return ["global", _text(value.module), _text(value.name)]
     raise Unholdable(dotted(path), type(value).__name__)
 
@@ -277,7 +255,7 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
     """Encode the tree of a file; Refused if it is nested too deeply or has a value that JSON can't hold."""
     try:
         return encode(tree, protocol)
-    except TooDeep:
+    except inert.TooDeep:
         raise Refused(path, "its contents are nested too deeply to be written") from None
     except TooManyNames:
         raise Refused(path, "its dotted names need too much memory") from None
@@ -289,7 +267,9 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
 def decode_entry(path: str, state: Mapping[str, object], text: str, entry: str = ENTRY) -> tuple[object, int]:
     """Return the tree and the pickle protocol of a file's text; Damaged if `encode` did not write it."""
     try:
-        return decode({name: value for name, value in state.items() if isinstance(value, TensorRef)}, text)
+        return decode(
+            {name: value for name, value in state.items() if isinstance(value, ref.TensorRef)}, text
+        )
     except BadJson as fault:
         raise Damaged(path, f"its entry '{entry}' {fault}") from None
 
@@ -298,7 +278,7 @@ class BadJson(Exception):
     """A text that `encode` does not write; the message reads on after "its entry"."""
 
 
-def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
+def decode(tensors: Mapping[str, ref.TensorRef], text: str) -> tuple[object, int]:
     """Return the tree, and the pickle protocol that was kept with it."""
     try:
         document = json.loads(text, object_pairs_hook=_once, parse_constant=_no_json)
@@ -327,9 +307,9 @@ def _no_json(literal: str) -> Any:
 
 
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, TensorRef], guard: KeyGuard) -> None:
+    def __init__(self, tensors: Mapping[str, ref.TensorRef], guard: KeyGuard) -> None:
         self.tensors, self.guard = tensors, guard
-        self.storages: dict[str, Storage] = {}
+        self.storages: dict[str, ref.Storage] = {}
         self.shared: dict[int, object] = {}
 
     def value(self, node: Any, number: int | None = None) -> Any:
@@ -353,12 +333,12 @@ class _Decoder:
             raise BadJson("has a name that is not text")
         return text
 
-    def name(self, *nodes: Any) -> Global:
+    def name(self, *nodes: Any) -> inert.Global:
         module, name = map(self.text, nodes)
         if not module or not name or "\n" in module + name:
             raise BadJson("has a malformed name of a class or function")
         (module + name).encode()  # a lone surrogate is an error
-        return Global(module, name)
+        return inert.Global(module, name)
 
     def define(self, number: int, node: Any) -> Any:
         """Build a value that others refer to."""
@@ -380,19 +360,19 @@ class _Decoder:
             raise BadJson("has the same element twice in a set")
         return made
 
-    def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> None:
+    def fill_ordered(self, new: inert.OrderedDict_, items: Any, *attributes: Any) -> None:
         self.fill_dict(new, *(items.items() if isinstance(items, dict) else items[1:]))
         if attributes:
             new.attributes = self.value(attributes[0])
-            if not is_state(new.attributes):
+            if not inert.is_state(new.attributes):
                 raise BadJson("has an ordered dict whose attributes are none")
 
-    def fill_record(self, new: Record, node: dict[str, Any]) -> None:
+    def fill_record(self, new: inert.Record, node: dict[str, Any]) -> None:
         if node["how"] not in ("reduce", "newobj"):
             raise BadJson(f"makes an object by {str(node['how'])[:20]!r}")
         new.how, new.callable, new.args = node["how"], self.value(node["callable"]), self.value(node["args"])
         new.kwargs = self.value(node.get("kwargs"))
-        if type(new.callable) not in (Global, Record) or type(new.args) is not tuple:
+        if type(new.callable) not in (inert.Global, inert.Record) or type(new.args) is not tuple:
             raise BadJson("makes an object by something that can't be called")
         kwargs = {} if new.kwargs is None else new.kwargs
         if type(kwargs) is not dict or not all(isinstance(key, str) for key in kwargs):
@@ -404,50 +384,50 @@ class _Decoder:
         new.items = [(self.value(key), self.value(item)) for key, item in node.get("items", ())]
         self.check_call(new)
 
-    def check_call(self, record: Record) -> None:
+    def check_call(self, record: inert.Record) -> None:
         """Check a call of torch's own functions, as the reader of a pickle does."""
         args: Any = record.args
         if record.how != "reduce" or not rebuilds(record.callable):
             return
         if record.has_state or record.elements or record.items:
             raise BadJson("changes a tensor after it was made")
-        if record.callable in PLAIN or (record.callable in FROM_TYPE and {*args[:1]} & PLAIN):
+        if record.callable in PLAIN or (record.callable in inert.FROM_TYPE and {*args[:1]} & PLAIN):
             raise BadJson("has a call in place of a tensor")
-        if record.callable in FROM_TYPE and len(args) == 3 and isinstance(args[0], TensorRef):
+        if record.callable in inert.FROM_TYPE and len(args) == 3 and isinstance(args[0], ref.TensorRef):
             return
         try:
             require_sound(record.callable, args)
-        except BadTensor as fault:
+        except ref.BadTensor as fault:
             raise BadJson(f"has a tensor {fault}") from None
 
-    def storage(self, name: str, kind: str | None = None, location: Any = "cpu") -> Storage:
+    def storage(self, name: str, kind: str | None = None, location: Any = "cpu") -> ref.Storage:
         if name not in self.storages:
             base, where = self.tensors[name], self.text(location)
             kind = kind or base.dtype.kind
-            if not DEVICE.fullmatch(where):
+            if not ref.DEVICE.fullmatch(where):
                 raise BadJson(f"has a storage on no device for '{name}'")
-            itemsize = STORAGE_DTYPES[kind].itemsize if kind != "UntypedStorage" else 1
+            itemsize = ref.STORAGE_DTYPES[kind].itemsize if kind != "UntypedStorage" else 1
             if base.nbytes % itemsize:
                 raise BadJson(f"has a malformed storage for '{name}'")
             self.storages[name] = replace(base.storage, kind=kind, location=where)
         return self.storages[name]
 
-    def tensor(self, name: str, options: Mapping[str, Any] | None = None) -> TensorRef:
+    def tensor(self, name: str, options: Mapping[str, Any] | None = None) -> ref.TensorRef:
         base, options = self.tensors[name], options or {}
         storage = self.storage(name, *options.get("storage", ()))
         dtype, offset, shape, stride = base.dtype, 0, base.shape, base.stride
         if "view" in options:
             dtype_name, offset, shape, stride = options["view"]
-            dtype, shape, stride = DTYPES[dtype_name], tuple(shape), tuple(stride)
+            dtype, shape, stride = ref.DTYPES[dtype_name], tuple(shape), tuple(stride)
         flags = [options.get(flag, False) is True for flag in ("requires_grad", "conj", "neg")]
-        return checked_tensor(storage, dtype, shape, stride, offset, *flags)
+        return ref.checked_tensor(storage, dtype, shape, stride, offset, *flags)
 
 
 # What contents can refer to is made before them, and then filled.
 CONTAINERS: dict[str, Callable[[], Any]] = {
     "dict": dict,
-    "ordered": OrderedDict_,
-    "record": lambda: Record("reduce", None),
+    "ordered": inert.OrderedDict_,
+    "record": lambda: inert.Record("reduce", None),
     "list": list,
 }
 
@@ -462,8 +442,8 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "record": _Decoder.fill_record,
     "list": lambda self, made, *items: made.extend(map(self.value, items)),
     "tuple": lambda self, *items: tuple(self.value(item) for item in items),
-    "set": lambda self, *items: self.elements(items, Set_),
-    "frozenset": lambda self, *items: self.elements(items, FrozenSet_),
+    "set": lambda self, *items: self.elements(items, inert.Set_),
+    "frozenset": lambda self, *items: self.elements(items, inert.FrozenSet_),
     "str": lambda self, raw: base64.b64decode(raw).decode("utf-8", "surrogatepass"),
     "int": lambda self, text: int(text, 16),
     "float": lambda self, raw: struct.unpack(">d", bytes.fromhex(raw))[0],

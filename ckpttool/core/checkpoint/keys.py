@@ -14,27 +14,17 @@ from typing import Any
 from ...errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import remade
 from ..words import first_key
+from . import prefixes
 from .checkpoint import Checkpoint, takes_checkpoint
 from .optimizer_names import Owners, other_states, with_copies, with_states
 from .optimizer_view import OptimizerView
-from .prefixes import (
-    PREFIXES,
-    Renaming,
-    add_names,
-    checked,
-    found_prefixes,
-    inner_prefixes,
-    rename_names,
-    strip_names,
-    with_versions,
-)
 from .state import State
 
 
 @takes_checkpoint
 def rename_keys(
     checkpoint: Checkpoint, rules: Iterable[tuple[str, str]], *, state: str | None = None
-) -> tuple[Checkpoint, Renaming]:
+) -> tuple[Checkpoint, prefixes.Renaming]:
     """Return a checkpoint whose keys are renamed by regular expressions.
 
     Args:
@@ -59,10 +49,12 @@ def rename_keys(
         ['linear.bias', 'linear.weight']
     """
     (target, *copies), rules = with_copies(checkpoint, state), list(rules)
-    renaming = rename_names(_keys(target), rules)
+    renaming = prefixes.rename_names(_keys(target), rules)
     if not renaming.renamed:
         raise NothingToDo(f"{checkpoint.path}: no key would change", hint=first_key(target.container))
-    return _apply(checkpoint, target, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
+    return _apply(
+        checkpoint, target, renaming, [(copy, prefixes.rename_names(_keys(copy), rules)) for copy in copies]
+    )
 
 
 @takes_checkpoint
@@ -74,7 +66,7 @@ def strip_prefix(
     anywhere: bool = False,
     drop: Iterable[str] = (),
     state: str | None = None,
-) -> tuple[Checkpoint, Renaming]:
+) -> tuple[Checkpoint, prefixes.Renaming]:
     """Return a checkpoint without a wrapper's prefix on the keys that carry it.
 
     Args:
@@ -107,9 +99,9 @@ def strip_prefix(
         what = f"{checkpoint.path}: there is no key '{absent[0]}' to drop"
         raise NothingToDo(what, hint=first_key(target.container))
 
-    def stripped(carrier: State) -> Renaming:
+    def stripped(carrier: State) -> prefixes.Renaming:
         names = [name for name in _keys(carrier) if name not in doomed]
-        return strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
+        return prefixes.strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
 
     renaming = stripped(target)
     all_others = (
@@ -124,7 +116,7 @@ def strip_prefix(
 @takes_checkpoint
 def add_prefix(
     checkpoint: Checkpoint, prefix: str = "module.", *, state: str | None = None
-) -> tuple[Checkpoint, Renaming]:
+) -> tuple[Checkpoint, prefixes.Renaming]:
     """Return a checkpoint with a prefix before every key, as a wrapper would have saved it.
 
     Args:
@@ -153,15 +145,15 @@ def add_prefix(
     # Each wrapper is an nn.Module, so torch gives it a version of its own.
     parts = prefix.removesuffix(".").split(".")
     wrappers = {".".join(parts[:count]): {"version": 1} for count in range(len(parts))}
-    others = [(copy, add_names(_keys(copy), prefix)) for copy in copies]
-    return _apply(checkpoint, target, add_names(_keys(target), prefix), others, wrappers)
+    others = [(copy, prefixes.add_names(_keys(copy), prefix)) for copy in copies]
+    return _apply(checkpoint, target, prefixes.add_names(_keys(target), prefix), others, wrappers)
 
 
 def stripping(path: str, state: State, other: State) -> str | None:
     """Return a hint that strips the one prefix by which two states' names differ, or None."""
-    for wrapper in found_prefixes(state.tensors):
+    for wrapper in prefixes.found_prefixes(state.tensors):
         try:
-            plain = strip_names(state.tensors, wrapper.prefix).names.values()
+            plain = prefixes.strip_names(state.tensors, wrapper.prefix).names.values()
         except CkptToolError:
             continue
         if set(plain) == set(other.tensors):
@@ -181,9 +173,9 @@ def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[S
     hint = first_key(state.container)
     if carriers:
         hint = f"those of '{carriers[0].where}' do: --state {shlex.quote(carriers[0].where)}"
-    elif best := next((p for p in found_prefixes(keys, state.versions) if p.prefix != prefix), None):
+    elif best := next((p for p in prefixes.found_prefixes(keys, state.versions) if p.prefix != prefix), None):
         hint = f"{best.keys} of {best.of} keys begin with '{best.prefix}': --prefix {best.prefix}"
-    elif best := next((p for p in inner_prefixes(keys) if p.prefix != prefix), None):
+    elif best := next((p for p in prefixes.inner_prefixes(keys) if p.prefix != prefix), None):
         hint = f"{best.keys} of {best.of} keys hold '{best.prefix}' inside: --prefix {best.prefix} --anywhere"
     elif common := _common_prefix(keys):
         hint = f"all keys begin with '{common}': --prefix {shlex.quote(common)}"
@@ -200,10 +192,10 @@ def _common_prefix(keys: list[str]) -> str:
 def _apply(
     checkpoint: Checkpoint,
     state: State,
-    renaming: Renaming,
-    others: list[tuple[State, Renaming]],
+    renaming: prefixes.Renaming,
+    others: list[tuple[State, prefixes.Renaming]],
     wrappers: Mapping[str, object] | None = None,
-) -> tuple[Checkpoint, Renaming]:
+) -> tuple[Checkpoint, prefixes.Renaming]:
     """Rename states, their module versions, and the parameter names of every optimizer in the file."""
     changes = [(state, renaming), *others]
     names = {old: new for _, each in (changes[0], *reversed(others)) for old, new in each.names.items()}
@@ -218,19 +210,21 @@ def _apply(
     return changed, replace(renaming, also={other.where: theirs for other, theirs in others})
 
 
-def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, object]) -> dict[object, object]:
+def _rename_state(
+    state: State, renaming: prefixes.Renaming, wrappers: Mapping[str, object]
+) -> dict[object, object]:
     """Return the state's dict under its new names, without the keys that the renaming lacks."""
     names: Mapping[Any, str] = renaming.names
     pairs = state.container.items()
     stay = ((key, value) for key, value in pairs if not isinstance(key, str) or key in names)
     new = remade(state.container, ((names.get(key, key), value) for key, value in stay))
-    return with_versions(new, state.versions, renaming, wrappers)
+    return prefixes.with_versions(new, state.versions, renaming, wrappers)
 
 
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
     """Return an optimizer's state dict with its parameters renamed, in its state and its groups."""
     view = OptimizerView(optimizer)
-    checked(dict.fromkeys(view.mentioned), lambda name: names.get(name, name), PREFIXES)
+    prefixes.checked(dict.fromkeys(view.mentioned), lambda name: names.get(name, name), prefixes.PREFIXES)
     return view.renamed(names)
 
 
@@ -239,7 +233,7 @@ def _as_listed(optimizer: Any, names: Mapping[str, str]) -> Mapping[str, str]:
     listed = [*OptimizerView(optimizer).mentioned]
     if not listed or listed[0] in names:
         return names
-    for wrapper in (found.prefix for found in found_prefixes(names)):
+    for wrapper in (found.prefix for found in prefixes.found_prefixes(names)):
         if all(wrapper + name in names for name in listed):
             inside = {old: new for old, new in names.items() if old.startswith(wrapper)}
             return {old.removeprefix(wrapper): new.removeprefix(wrapper) for old, new in inside.items()}

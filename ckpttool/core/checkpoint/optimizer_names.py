@@ -13,17 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 from ...errors import NoState, NothingToDo, Refused, UsageFault
 from ..inert_pickle.values import PARAMETER, Record, tensor_of
+from . import optimizer_view
 from .checkpoint import Checkpoint
 from .dotted_names import Path, dotted, follow, leave_out
 from .module_tree import moved_kinds
-from .optimizer_view import (
-    LISTS,
-    BadOptimizer,
-    OptimizerGroups,
-    OptimizerParameter,
-    OptimizerView,
-    is_optimizer,
-)
+from .optimizer_view import BadOptimizer, OptimizerGroups, OptimizerParameter, OptimizerView, is_optimizer
 from .prefixes import Renaming
 from .special_tensors import Shape, plain_tensor
 from .state import BUFFERS, State, is_average, part
@@ -151,10 +145,8 @@ def _is_parameter(value: object) -> bool:
 def check_shape(kept: OptimizerParameter, shape: Shape, where: str) -> None:
     """Compare the shape of a parameter's momentum with that of its parameter."""
     if kept.shape not in (None, shape):
-        raise BadOptimizer(
-            f"keeps momentum of shape {list(kept.shape or ())} for '{kept.name}', "
-            f"whose shape in {where} is {list(shape)}"
-        )
+        what = f"keeps momentum of shape {list(kept.shape or ())} for '{kept.name}'"
+        raise BadOptimizer(f"{what}, whose shape in {where} is {list(shape)}")
 
 
 class _Way(NamedTuple):
@@ -261,10 +253,8 @@ class Owners:
         prefix = self._prefix(state, listed)
         shapes = {f"{prefix}{name}": tensor.shape for name, tensor in state.items()}
         names = {f"{prefix}{name}" for name in state.container}
-        return all(
-            kept.name in names and kept.shape in (None, shapes.get(str(kept.name), kept.shape))
-            for kept in listed
-        )
+        momentum = ((str(kept.name), kept.shape) for kept in listed)
+        return all(name in names and shape in (None, shapes.get(name, shape)) for name, shape in momentum)
 
     def _prefix(self, state: State, listed: Iterable[OptimizerParameter]) -> str:
         outer, prefix = self._enclosing(state)
@@ -328,9 +318,8 @@ def _is_copy(other: State, state: State) -> bool:
     mine, its = state.tensors.keys(), other.tensors.keys()
     if 2 * len(mine & its) > max(len(mine), len(its)):
         return True
-    return (
-        bool(its) and its <= mine and all(state[name].shape == tensor.shape for name, tensor in other.items())
-    )
+    same = (state[name].shape == tensor.shape for name, tensor in other.items())
+    return bool(its) and its <= mine and all(same)
 
 
 def with_states(
@@ -558,4 +547,7 @@ def _keys_of(optimizer: dict[Any, Any]) -> list[Any]:
     view = OptimizerView(optimizer)
     if view.is_flat:
         return [*optimizer]
-    return [[*map(repr, view.state)], *([group.get(name) for name in LISTS] for group in view.groups)]
+    return [
+        [*map(repr, view.state)],
+        *([group.get(name) for name in optimizer_view.LISTS] for group in view.groups),
+    ]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...rooms import find
 from ..words import counted
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .state import State
+from .checkpoint import Checkpoint
+from .state import State
 
 
 def require_unpacked(

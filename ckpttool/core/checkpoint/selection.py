@@ -24,6 +24,7 @@ from . import full
 from .checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from .dotted_names import follow
 from .module_tree import moved_kinds
+from .packed import require_unpacked
 from .special_tensors import PLACEHOLDER, plain_tensor, require_plain, with_plain_tensor
 from .state import State, make_state, path_of
 
@@ -184,8 +185,6 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
     Values are computed when they are written: only then does the report count losses. Raises Refused where
     a tensor is packed.
     """
-    from .packed import require_unpacked
-
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be cast")
     require_unpacked(checkpoint, target, "its codes can't be cast", to.name)

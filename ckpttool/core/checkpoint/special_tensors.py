@@ -14,21 +14,7 @@ from ...errors import Refused
 from ..inert_pickle import values as inert
 from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, names_of, tensor_of
 from ..lazy import NDArray, np
-from ..tensors.ref import (
-    DTYPES,
-    MAX_AXES,
-    MAX_BYTES,
-    STORAGE_DTYPES,
-    BadTensor,
-    Computed,
-    DType,
-    Storage,
-    TensorRef,
-    checked_tensor,
-    extent,
-    has_gradients,
-    is_count,
-)
+from ..tensors import ref
 from ..tensors.values import CHUNK, in_pieces, require_bounded, stretches
 from ..words import first_few
 
@@ -51,11 +37,11 @@ class SpecialTensor:
     # `DTensor`, `ShardedTensor`, `sparse COO`, `quantised`, `nested`, `meta`, `uninitialised`, `ZeRO-3
     # placeholder`, or the name of a class that is not known here
     kind: str
-    dtype: DType | None = None  # the element type; None when the file does not say
+    dtype: ref.DType | None = None  # the element type; None when the file does not say
     # the shape of the whole tensor; None when the file does not say, or rows differ in length
     shape: Shape | None = None
     # the tensors of the file that its values are made of, by what they are
-    parts: Mapping[str, TensorRef] = field(default_factory=dict)
+    parts: Mapping[str, ref.TensorRef] = field(default_factory=dict)
     # settings that its values also depend on, as text that is the same for the same tensor: the scale of a
     # quantised tensor, the place of a shard
     form: str = ""
@@ -80,11 +66,11 @@ class SpecialTensor:
         here = None if self.local_shape is None else f"here {list(self.local_shape)}"
         return ", ".join(filter(None, (words, here, self.form)))
 
-    def as_tensor(self) -> TensorRef:
+    def as_tensor(self) -> ref.TensorRef:
         """Return a tensor of the same dtype and shape without values, to list with others."""
-        nothing = Storage(Computed("", 0, lambda start, nbytes: iter(())), "UntypedStorage", "meta")
-        dtype = self.dtype or replace(DTYPES["uint8"], name=self.kind)
-        return TensorRef.contiguous(nothing, dtype, self.shape or (0,))
+        nothing = ref.Storage(ref.Computed("", 0, lambda start, nbytes: iter(())), "UntypedStorage", "meta")
+        dtype = self.dtype or replace(ref.DTYPES["uint8"], name=self.kind)
+        return ref.TensorRef.contiguous(nothing, dtype, self.shape or (0,))
 
 
 def placeholders(tree: object) -> dict[str, Shape]:
@@ -98,7 +84,7 @@ def placeholders(tree: object) -> dict[str, Shape]:
     return {name: shape for name, shape in shapes if shape is not None and 0 not in shape}
 
 
-def placeholder(tensor: TensorRef, shape: Shape | None) -> SpecialTensor:
+def placeholder(tensor: ref.TensorRef, shape: Shape | None) -> SpecialTensor:
     """Return the description of an empty tensor in the place of a parameter that ZeRO-3 keeps elsewhere."""
     return SpecialTensor(PLACEHOLDER, tensor.dtype, shape, local_shape=tensor.shape)
 
@@ -111,9 +97,9 @@ def attributes(value: object) -> Mapping[Any, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def torch_dtype(value: object) -> DType | None:
+def torch_dtype(value: object) -> ref.DType | None:
     """Return the dtype that a name of torch's means, as `torch.float32`; None for any other value."""
-    return DTYPES.get(value.name) if isinstance(value, Global) and value.module == "torch" else None
+    return ref.DTYPES.get(value.name) if isinstance(value, Global) and value.module == "torch" else None
 
 
 def shape_of(value: object) -> Shape | None:
@@ -121,10 +107,10 @@ def shape_of(value: object) -> Shape | None:
     match value:
         case Record(callable=Global("torch", "Size"), args=tuple(args)):
             value = args[0] if args else ()
-    if not isinstance(value, tuple | list) or len(value) > MAX_AXES:
+    if not isinstance(value, tuple | list) or len(value) > ref.MAX_AXES:
         return None
-    sizes = tuple(size for size in value if is_count(size))
-    return sizes if len(sizes) == len(value) and extent(sizes) <= MAX_BYTES else None
+    sizes = tuple(size for size in value if ref.is_count(size))
+    return sizes if len(sizes) == len(value) and ref.extent(sizes) <= ref.MAX_BYTES else None
 
 
 def _ways_out(path: str, likes: Mapping[str, SpecialTensor], holds: bool) -> str:
@@ -165,20 +151,22 @@ def read_sparse(args: tuple[object, ...]) -> SpecialTensor:
         case ((Record(args=(str(layout),)) | Global(name=str(layout))), (tuple() | list() as parts)):
             kind = layout.removeprefix("torch.").removeprefix("sparse_").upper()
         case _:
-            raise BadTensor("that is sparse, in a call whose arguments torch refuses")
+            raise ref.BadTensor("that is sparse, in a call whose arguments torch refuses")
     made = None
     match parts:
-        case [TensorRef() as indices, TensorRef() as values, size, *settings] if kind == "COO":
+        case [ref.TensorRef() as indices, ref.TensorRef() as values, size, *settings] if kind == "COO":
             made = _coo(indices, values, shape_of(size), settings)
-        case [TensorRef() as starts, TensorRef() as plain, TensorRef() as values, size] if kind in COMPRESSED:
+        case [ref.TensorRef() as starts, ref.TensorRef() as plain, ref.TensorRef() as values, size] if (
+            kind in COMPRESSED
+        ):
             made = _compressed(kind, starts, plain, values, shape_of(size))
     if made is None:
-        raise BadTensor(f"of layout {layout[:40]} whose parts do not fit each other")
+        raise ref.BadTensor(f"of layout {layout[:40]} whose parts do not fit each other")
     return made
 
 
 def _coo(
-    indices: TensorRef, values: TensorRef, size: Shape | None, settings: list[object]
+    indices: ref.TensorRef, values: ref.TensorRef, size: Shape | None, settings: list[object]
 ) -> SpecialTensor | None:
     if size is None or len(indices.shape) != 2 or not values.shape or indices.dtype.name not in INTEGERS:
         return None
@@ -191,7 +179,7 @@ def _coo(
 
 
 def _compressed(
-    kind: str, starts: TensorRef, plain: TensorRef, values: TensorRef, size: Shape | None
+    kind: str, starts: ref.TensorRef, plain: ref.TensorRef, values: ref.TensorRef, size: Shape | None
 ) -> SpecialTensor | None:
     batch = plain.shape[:-1]
     axes, blocks = len(batch), 2 if kind[0] == "B" else 0
@@ -222,7 +210,7 @@ def index_fault(name: str, tensor: SpecialTensor) -> str | None:
     return _fault_of_coo(tensor) if tensor.kind == "sparse COO" else _fault_of_compressed(tensor)
 
 
-def _numbers_of_row(indices: TensorRef, row: int) -> Iterator[NDArray[Any]]:
+def _numbers_of_row(indices: ref.TensorRef, row: int) -> Iterator[NDArray[Any]]:
     """Yield the numbers along the last axis, of the row with this number if all others were one."""
     length = indices.shape[-1]
     for view in stretches(indices, row * length, length):
@@ -309,7 +297,7 @@ def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
         kind, read = READERS[value.callable]
         try:
             return read(args) or _unknown(kind, value)
-        except BadTensor:
+        except ref.BadTensor:
             return _unknown(kind, value)
     name = value.type_name.rpartition(".")[2]
     unknown = _unknown(name, value) if name.endswith(ENDINGS) else None
@@ -328,7 +316,7 @@ def require_sound(function: object, args: tuple[object, ...]) -> None:
         READERS[function][1](args)
     elif function in FROM_TYPE:
         if len(args) != 4 or not isinstance(args[2], tuple | list):
-            raise BadTensor("of a class, in a call whose arguments torch refuses")
+            raise ref.BadTensor("of a class, in a call whose arguments torch refuses")
         require_sound(args[0], tuple(args[2]))
     elif function in PARAMETER:
         _require_parameter(args, has_state=isinstance(function, Global) and function.name.endswith("_state"))
@@ -337,17 +325,17 @@ def require_sound(function: object, args: tuple[object, ...]) -> None:
 def _require_parameter(args: tuple[object, ...], has_state: bool) -> None:
     """Check `_rebuild_parameter(tensor, requires_grad, hooks)`, or with a state behind these."""
     if len(args) != 3 + has_state or type(args[1]) is not bool:
-        raise BadTensor("in a Parameter, in a call whose arguments torch refuses")
+        raise ref.BadTensor("in a Parameter, in a call whose arguments torch refuses")
     inner, tensor = args[0], tensor_of(args[0])
-    if not isinstance(inner, TensorRef | Record):
-        raise BadTensor(f"in a Parameter that is none, but a {inert.container_name(inner)}")
-    if tensor is not None and args[1] and not has_gradients(tensor.dtype):
-        raise BadTensor(f"of {tensor.dtype.name} in a Parameter that requires gradients")
+    if not isinstance(inner, ref.TensorRef | Record):
+        raise ref.BadTensor(f"in a Parameter that is none, but a {inert.container_name(inner)}")
+    if tensor is not None and args[1] and not ref.has_gradients(tensor.dtype):
+        raise ref.BadTensor(f"of {tensor.dtype.name} in a Parameter that requires gradients")
     if has_state and inert.attributes_in(args[3]) is None:
-        raise BadTensor("in a Parameter whose attributes are none")
+        raise ref.BadTensor("in a Parameter whose attributes are none")
 
 
-def plain_tensor(value: object) -> TensorRef | None:
+def plain_tensor(value: object) -> ref.TensorRef | None:
     """Return the plain tensor with all of a value: of a Parameter, subclass or whole DTensor too."""
     tensor = tensor_of(value)
     if tensor is None and isinstance(value, Record) and (like := special_tensor(value)):
@@ -355,7 +343,7 @@ def plain_tensor(value: object) -> TensorRef | None:
     return tensor
 
 
-def with_plain_tensor(value: object, tensor: TensorRef) -> object:
+def with_plain_tensor(value: object, tensor: ref.TensorRef) -> object:
     """Return a value with its plain tensor replaced: a Parameter stays one, a whole DTensor becomes plain."""
     return inert.with_tensor(value, tensor) if tensor_of(value) is not None else tensor
 
@@ -388,40 +376,40 @@ def _of_subclass(
 
 def _unknown(kind: str, value: Record) -> SpecialTensor:
     """Return a tensor of which only the class is known, with the plain tensors inside it."""
-    inside = [item for item in islice(inert.walk(value), MAX_INSIDE) if isinstance(item, TensorRef)]
+    inside = [item for item in islice(inert.walk(value), MAX_INSIDE) if isinstance(item, ref.TensorRef)]
     return SpecialTensor(kind, parts={str(i): tensor for i, tensor in enumerate(inside)}, known=False)
 
 
 def _quantised(args: tuple[object, ...]) -> SpecialTensor:
     """Read `_rebuild_qtensor(storage, offset, size, stride, (scheme, …), requires_grad, hooks)`."""
     match args:
-        case (Storage() as storage, offset, size, stride, (tuple() | list() as quantizer), False, _):
-            dtype, shape = STORAGE_DTYPES.get(storage.kind), shape_of(size)
+        case (ref.Storage() as storage, offset, size, stride, (tuple() | list() as quantizer), False, _):
+            dtype, shape = ref.STORAGE_DTYPES.get(storage.kind), shape_of(size)
         case _:
-            raise BadTensor("that is quantised, in a call whose arguments torch refuses")
+            raise ref.BadTensor("that is quantised, in a call whose arguments torch refuses")
     if dtype is None or shape is None or not dtype.name.startswith("q"):
-        raise BadTensor("that is quantised, and whose storage or size is not")
-    parts: dict[str, TensorRef] = {}
+        raise ref.BadTensor("that is quantised, and whose storage or size is not")
+    parts: dict[str, ref.TensorRef] = {}
     settings: dict[str, object]
     match quantizer:
         case (Global("torch", "per_tensor_affine" as scheme), int() | float() as scale, int() as zero) if (
-            is_count(abs(zero))
+            ref.is_count(abs(zero))
         ):
             settings = {"scale": scale, "zero point": zero}
         case (Global("torch", str(scheme)), scale, zero, int() as axis) if scheme in PER_CHANNEL:
             settings = {"scale": scale, "zero point": zero, "axis": axis}
-            parts = {name: each for name, each in settings.items() if isinstance(each, TensorRef)}
+            parts = {name: each for name, each in settings.items() if isinstance(each, ref.TensorRef)}
             if not (0 <= axis < len(shape) and _are_of_channels(scale, zero, shape[axis])):
-                raise BadTensor("whose quantizer does not fit its channels")
+                raise ref.BadTensor("whose quantizer does not fit its channels")
         case _:
-            raise BadTensor("whose quantizer is none")
+            raise ref.BadTensor("whose quantizer is none")
     if dtype.name in PACKED:  # several elements in a byte: no view says so
-        packed = -(-extent(shape) // PACKED[dtype.name]) if 0 not in shape else 0
-        values = checked_tensor(storage, DTYPES["uint8"], (packed,), (1,), offset)
+        packed = -(-ref.extent(shape) // PACKED[dtype.name]) if 0 not in shape else 0
+        values = ref.checked_tensor(storage, ref.DTYPES["uint8"], (packed,), (1,), offset)
         settings["stride"] = in_brief(stride)
     else:
         steps = tuple(stride) if isinstance(stride, list) else stride
-        values = checked_tensor(storage, dtype, shape, steps, offset)
+        values = ref.checked_tensor(storage, dtype, shape, steps, offset)
     said = [f"{name} {in_brief(each)}" for name, each in settings.items() if name not in parts]
     return SpecialTensor("quantised", dtype, shape, {"values": values, **parts}, ", ".join([scheme, *said]))
 
@@ -431,7 +419,7 @@ PACKED = {"quint4x2": 2, "quint2x4": 4}  # elements in a byte
 
 
 def _are_of_channels(scale: object, zero: object, channels: int) -> bool:
-    if isinstance(scale, TensorRef) and isinstance(zero, TensorRef):
+    if isinstance(scale, ref.TensorRef) and isinstance(zero, ref.TensorRef):
         return scale.shape == zero.shape == (channels,)
     if not isinstance(scale, list) or not isinstance(zero, list):
         return False
@@ -440,9 +428,9 @@ def _are_of_channels(scale: object, zero: object, channels: int) -> bool:
 
 def _nested(args: tuple[object, ...]) -> SpecialTensor:
     """Read `_rebuild_nested_tensor(buffer, sizes, strides, offsets)`."""
-    tensors = [part for part in args if isinstance(part, TensorRef)]
+    tensors = [part for part in args if isinstance(part, ref.TensorRef)]
     if not len(args) == len(tensors) == 4:
-        raise BadTensor("that is nested, in a call whose arguments torch refuses")
+        raise ref.BadTensor("that is nested, in a call whose arguments torch refuses")
     parts = dict(zip(("values", "sizes", "strides", "offsets"), tensors, strict=True))
     return SpecialTensor("nested", parts["values"].dtype, None, parts)
 
@@ -464,11 +452,11 @@ def _meta(args: tuple[object, ...]) -> SpecialTensor:
         case (dtype, size, stride, bool(grad)):
             made, steps = SpecialTensor("meta", torch_dtype(dtype), shape_of(size)), shape_of(stride)
         case _:
-            raise BadTensor("without values, in a call whose arguments torch refuses")
+            raise ref.BadTensor("without values, in a call whose arguments torch refuses")
     if made.dtype is None or made.shape is None or steps is None or len(steps) != len(made.shape):
-        raise BadTensor("without values, of no type, size or stride")
-    if grad and not has_gradients(made.dtype):
-        raise BadTensor(f"of {made.dtype.name} that requires gradients")
+        raise ref.BadTensor("without values, of no type, size or stride")
+    if grad and not ref.has_gradients(made.dtype):
+        raise ref.BadTensor(f"of {made.dtype.name} that requires gradients")
     return made
 
 
@@ -517,7 +505,7 @@ def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     shape = shape_of(args[2]) if len(args) > 2 else None
     if shape is None or not isinstance(state, tuple) or not state or not isinstance(state[0], list):
         return None
-    parts: dict[str, TensorRef] = {}
+    parts: dict[str, ref.TensorRef] = {}
     places = []
     for shard in map(attributes, state[0]):
         tensor = tensor_of(shard.get("tensor"))

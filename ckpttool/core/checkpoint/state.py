@@ -18,30 +18,11 @@ from ..lazy import needing_torch, shown_by
 from ..remote import urls
 from ..tensors.ref import TensorRef
 from ..words import first_few
-from . import dotted_names
-from .dotted_names import (
-    EXTRA_STATE,
-    Container,
-    Entry,
-    Path,
-    contents,
-    dotted,
-    follow,
-    holds_only_tensors,
-    is_tensor,
-    regrouped,
-)
+from . import dotted_names, special_tensors
+from .dotted_names import Container, Path, contents, dotted, follow, is_tensor
 from .optimizer_view import is_optimizer
 from .pickled_modules import BadModules, is_module, named
-from .special_tensors import (
-    Shape,
-    SpecialTensor,
-    placeholder,
-    placeholders,
-    plain_tensor,
-    require_plain,
-    special_tensor,
-)
+from .special_tensors import Shape, SpecialTensor, plain_tensor, special_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +65,7 @@ def is_nested(path: Path, value: Container) -> bool:
     apart = AVERAGES | OF_TRAINING | {"state"}
     if any(_words(name) & apart or (_rank(name) is not None and not known) for name in names):
         return False
-    return holds_only_tensors(value)
+    return dotted_names.holds_only_tensors(value)
 
 
 def all_tensors(values: Iterable[object]) -> bool:
@@ -122,7 +103,9 @@ def candidates(root: object) -> Iterator[Path]:
                     continue
                 items = ((key, item) for key, item in value.items() if isinstance(item, inside))
                 named = ((key, item) for key, item in items if isinstance(key, str))
-                below.extend(((*path, key), item) for key, item in named if not key.endswith(EXTRA_STATE))
+                below.extend(
+                    ((*path, key), item) for key, item in named if not key.endswith(dotted_names.EXTRA_STATE)
+                )
         level = below
 
 
@@ -258,11 +241,9 @@ def stand_ins(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str,
     tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
     empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
     listed = [name for name in tensors if name in elsewhere]
-    return {
-        name: placeholder(tensor, elsewhere.get(name))
-        for name, tensor in empty.items()
-        if name in elsewhere or (not listed and "float" in tensor.dtype.name)
-    }
+    floats = {name for name, tensor in empty.items() if "float" in tensor.dtype.name}
+    missing = [name for name in empty if name in elsewhere or (not listed and name in floats)]
+    return {name: special_tensors.placeholder(empty[name], elsewhere.get(name)) for name in missing}
 
 
 # ---- A model's state: its tensors by name, the rest of the dict that holds them, and the search for it.
@@ -360,7 +341,7 @@ class State:
 
         parts = (part for like in self.likes.values() for part in like.parts.values())
         paths = (tensor.storage.data.path for tensor in chain(self.tensors.values(), parts))
-        require_plain(next(paths, self.where), self.likes, "can't be loaded as plain tensors")
+        special_tensors.require_plain(next(paths, self.where), self.likes, "can't be loaded as plain tensors")
         urls.expect(tensor.storage for tensor in self.tensors.values())
         return live_tensors(self.tensors)
 
@@ -386,7 +367,9 @@ class State:
                 what = f"two keys would be named '{both[0]}'"
                 raise Collision(what, hint=f"'{both[0]}' is there already, outside '{self.where}'")
             return outer.restored(remade(outer.container, [*rest[:first], *changed.items(), *rest[first:]]))
-        return container if self.nested is None else regrouped(self.nested, self.places, container)
+        return (
+            container if self.nested is None else dotted_names.regrouped(self.nested, self.places, container)
+        )
 
 
 def in_part(key: object, prefix: str) -> bool:
@@ -470,7 +453,7 @@ class StateSearch:
     most: int  # characters that all dotted names together may have
 
     def named(
-        self, inside: Callable[[object], Iterable[Entry] | None], *, again: bool = False
+        self, inside: Callable[[object], Iterable[dotted_names.Entry] | None], *, again: bool = False
     ) -> Iterator[tuple[Path, object]]:
         """Yield every value with its path, as `Checkpoint.named` does."""
         try:
@@ -495,7 +478,7 @@ class StateSearch:
 
     def at(self, path: Path) -> State:
         """Return the state at a path."""
-        value, elsewhere = follow(self.tree, path), placeholders(self.tree)
+        value, elsewhere = follow(self.tree, path), special_tensors.placeholders(self.tree)
         if isinstance(value, Record) and is_module(value):
             return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
         if not has_text_keys(value):
@@ -568,10 +551,8 @@ class StateSearch:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
         except dotted_names.TwiceNamed as fault:
             reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
-            dicts = (
-                (path, value) for path, value in self.named(contents) if path and isinstance(value, dict)
-            )
-            paths = (path for path, value in dicts if is_state(value))
+            below = ((path, value) for path, value in self.named(contents) if path)
+            paths = (path for path, value in below if isinstance(value, dict) and is_state(value))
             choices = " or ".join(f"--state {shlex.quote(dotted(path))}" for path in islice(paths, 4))
             hint = f"take one of the dicts: {choices}" if choices else None
             raise Refused(self.path, reason, hint=hint) from None

@@ -38,12 +38,8 @@ def put(commit: str, path: str, folder: str) -> str | None:
     """Write a file as it is in a commit, Git LFS included, into a folder; return where, None if it is not."""
     output = os.path.join(folder, os.path.basename(path))
     with open(output, "wb") as file:
-        shown = subprocess.run(
-            ["git", "cat-file", "--filters", f"{commit}:./{path}"],
-            stdout=file,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        )
+        command = ["git", "cat-file", "--filters", f"{commit}:./{path}"]
+        shown = subprocess.run(command, stdout=file, stderr=subprocess.DEVNULL, check=False)
     return output if shown.returncode == 0 else None
 
 
@@ -101,11 +97,8 @@ def comment(base: str, head: str, specs: list[str]) -> str:
 
 
 def _parts(base: str, head: str, specs: list[str]) -> Iterator[str]:
-    listed = subprocess.run(
-        ["git", "diff", "--name-status", "--no-renames", "-z", f"{base}...{head}", "--", *specs],
-        capture_output=True,
-        check=True,
-    )
+    command = ["git", "diff", "--name-status", "--no-renames", "-z", f"{base}...{head}", "--", *specs]
+    listed = subprocess.run(command, capture_output=True, check=True)
     fields = os.fsdecode(listed.stdout).split("\0")[:-1]
     parted = subprocess.run(["git", "merge-base", base, head], capture_output=True, text=True, check=True)
     for status, path in zip(fields[::2], fields[1::2], strict=True):
@@ -134,14 +127,9 @@ def _said(folder: str, path: str, base: str, head: str, status: str) -> Iterator
 
 def _ran(folder: str, *words: str) -> str:
     """Return the first lines that a command prints, errors too."""
+    command, pipe, both = [sys.executable, "-m", "ckpttool", *words], subprocess.PIPE, subprocess.STDOUT
     ran = subprocess.run(
-        [sys.executable, "-m", "ckpttool", *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
+        command, cwd=folder, stdout=pipe, stderr=both, text=True, errors="replace", check=False
     )
     lines = ran.stdout.rstrip().splitlines()
     return "\n".join(lines[:LINES] + [f"and {len(lines) - LINES} lines more"] * (len(lines) > LINES))

@@ -166,9 +166,9 @@ class Console:
     def result(self, text: str, data: Mapping[str, object], *, in_quiet: str | None = None) -> None:
         """Print the outcome."""
         requests, nbytes = (now - before for now, before in zip(_asked(), self.asked_before, strict=True))
-        if requests:
+        if requests and (traffic := _traffic()):
             data = {**data, "requests": requests, "bytes_read": nbytes}
-            for remark in _remarks():
+            for remark in traffic.taken():
                 self.note(remark)
             if self.verbose:
                 self.note(f"{counted(requests, 'request')}, {show_bytes(nbytes)} read")
@@ -192,9 +192,8 @@ class Console:
         if not (self.quiet or self.json):
             width = None if pasted else terminal_width(sys.stderr)
             with suppress(OSError):  # a note that can't be printed does not fail the command
-                click.echo(
-                    text if width is None else "\n".join(wrapped(text, width, whole_words=True)), err=True
-                )
+                lines = [text] if width is None else wrapped(text, width, whole_words=True)
+                click.echo("\n".join(lines), err=True)
 
     def names(self, names: Sequence[str]) -> str:
         """Join the first few names, or with -v all of them."""
@@ -231,11 +230,6 @@ def _traffic() -> Traffic | None:
 def _asked() -> tuple[int, int]:
     """Return how many requests were made in this process, and how many bytes came."""
     return (traffic.requests, traffic.nbytes) if (traffic := _traffic()) else (0, 0)
-
-
-def _remarks() -> list[str]:
-    """Return what is to be said of the stores that were asked, once."""
-    return traffic.taken() if (traffic := _traffic()) else []
 
 
 class ProgressBar:

@@ -95,22 +95,15 @@ def _choose(conversion: Conversion, changes: Mapping[str, Any]) -> None:
     if names := changes["drop"]:
         conversion.checkpoint = drop(conversion.checkpoint, names)
         outcome.left_out += names
-    if changes["only"] or changes["exclude"]:
-        only, exclude = changes["only"], changes["exclude"]
-        conversion.checkpoint, selection = select(
-            conversion.checkpoint, only=only, exclude=exclude, state=target.state
-        )
+    globs = {"only": changes["only"], "exclude": changes["exclude"]}
+    if any(globs.values()):
+        conversion.checkpoint, selection = select(conversion.checkpoint, **globs, state=target.state)
         outcome.left_out += selection.left_out
-        if selection.left_out and target.place.holds_all:
-            outcome.notes += _whole_optimizers(conversion.checkpoint)
-
-
-def _whole_optimizers(checkpoint: Checkpoint) -> list[str]:
-    return [
-        f"{where} is kept whole, with what it has of parameters that were left out: "
-        f"--drop {shlex.quote(where)} leaves it out, and ckpttool slim all but the model"
-        for where, _ in checkpoint.optimizers()
-    ]
+        is_noted = selection.left_out and target.place.holds_all
+        for where, _ in conversion.checkpoint.optimizers() if is_noted else ():
+            what = f"{where} is kept whole, with what it has of parameters that were left out"
+            way = f"--drop {shlex.quote(where)} leaves it out, and ckpttool slim all but the model"
+            outcome.notes.append(f"{what}: {way}")
 
 
 def _cast(conversion: Conversion) -> None:

@@ -20,8 +20,7 @@ from .console import printable, say, to_json
 
 # The next thing to do after an error of the operating system, by its number
 HINTS = {
-    errno.ENOSPC: "free some space, or send the output elsewhere",
-    errno.EDQUOT: "free some space, or send the output elsewhere",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or send the output elsewhere"),
     errno.EFBIG: "the file system or a limit (ulimit -f) allows no larger file: send the output elsewhere",
     errno.EROFS: "the file system is read-only: send the output elsewhere",
     errno.EMFILE: "allow more open files: ulimit -n 65536",

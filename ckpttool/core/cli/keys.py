@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 @options.several("--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.")
 @options.writing
 def strip_prefix(
-    job: options.WriteJob,
-    prefix: str,
-    repeat: bool,
-    anywhere: bool,
-    drop: tuple[str, ...],
-    keep: tuple[str, ...],
+    job: options.WriteJob, prefix: str, drop: tuple[str, ...], keep: tuple[str, ...], **where: bool
 ) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 
@@ -53,9 +48,7 @@ def strip_prefix(
         if keep:
             checkpoint, others = _keep_alone(checkpoint, keep, target)
             left_out += others
-        new, renaming = keys.strip_prefix(
-            checkpoint, prefix, repeat=repeat, anywhere=anywhere, drop=drop, state=target.state
-        )
+        new, renaming = keys.strip_prefix(checkpoint, prefix, drop=drop, state=target.state, **where)
         outcome = _outcome(f"stripped '{prefix}' from", renaming)
         outcome.left_out = left_out
         outcome.notes.extend(_what_is_left(list(renaming.names.values()), prefix))
@@ -79,10 +72,9 @@ def _keep_alone(
     of_model = len([*own_attributes(state.module)])  # they come first, and can't be taken out of the object
     outside = checkpoint.outside(state)[of_model:]
     if missing := [name for name in keep if name not in outside]:
-        raise NothingToDo(
-            f"{checkpoint.path}: holds nothing named '{missing[0]}' outside the state",
-            hint=f"there are: {show_names(outside)}" if outside else "the state is all that it holds",
-        )
+        hint = f"there are: {show_names(outside)}" if outside else "the state is all that it holds"
+        what = f"{checkpoint.path}: holds nothing named '{missing[0]}' outside the state"
+        raise NothingToDo(what, hint=hint)
     others = tuple(name for name in outside if name not in keep)
     return drop(checkpoint, others), others
 
@@ -95,10 +87,8 @@ def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
         keys = f"{again} of {len(names)} keys"
         yield f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
         return
-    for found, where, more in (
-        (found_prefixes(names), "begin with", ""),
-        (inner_prefixes(names), "hold inside", " --anywhere"),
-    ):
+    in_front, inside = found_prefixes(names), inner_prefixes(names)
+    for found, where, more in ((in_front, "begin with", ""), (inside, "hold inside", " --anywhere")):
         if found and found[0].certain:
             left = found[0]
             command = f"ckpttool strip-prefix --prefix {left.prefix}{more}"

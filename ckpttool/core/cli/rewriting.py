@@ -310,24 +310,20 @@ def _warnings(console: Console, saved: Saved, versions: Sequence[str]) -> Iterat
         names = console.names(text_keys)
         yield f"keys became text, as dcp has no others (convert --full keeps them): {names}"
     if saved.devices:
-        yield (
-            f"its storages are tagged {', '.join(map(printable, saved.devices))}: torch.load needs "
-            "map_location='cpu' on a machine without it; --device cpu writes it for any"
-        )
+        devices = ", ".join(map(printable, saved.devices))
+        way = "map_location='cpu' on a machine without it; --device cpu writes it for any"
+        yield f"its storages are tagged {devices}: torch.load needs {way}"
     if saved.mentions:  # all of them: what is left out here may be what matters
-        yield (
-            "its pickle names what could run when it is loaded without weights_only: "
-            f"{', '.join(map(printable, saved.mentions))}; ckpttool disarm writes plain values in their place"
-        )
+        names = ", ".join(map(printable, saved.mentions))
+        what = f"its pickle names what could run when it is loaded without weights_only: {names}"
+        yield f"{what}; ckpttool disarm writes plain values in their place"
     if console.verbose and versions:  # whose loss few care about
         names = console.names(versions)
         yield f"left out: torch's versions of modules ({names}), which load_state_dict can do without"
     if saved.keyed_by_text:
         names = console.names(saved.keyed_by_text)
-        yield (
-            f"keyed by text, with which torch loads no momentum outside DCP: {names}; "
-            f"numbers again: {_to_indices(saved)}"
-        )
+        what = f"keyed by text, with which torch loads no momentum outside DCP: {names}"
+        yield f"{what}; numbers again: {_to_indices(saved)}"
 
 
 def _to_indices(saved: Saved) -> str:

@@ -125,10 +125,9 @@ def _generic(kind: Any, origin: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _object(of: Fields) -> dict[str, Any]:
-    properties = {
-        name.removesuffix("?"): ({"description": said} if said else {}) | schema_of(kind)
-        for name, (kind, said) in of.items()
-    }
+    properties = {}
+    for name, (kind, said) in of.items():
+        properties[name.removesuffix("?")] = ({"description": said} if said else {}) | schema_of(kind)
     required = [name for name in of if not name.endswith("?")]
     return {"type": "object", "properties": properties, "required": required}
 
@@ -146,12 +145,11 @@ def document(title: str, about: str, printed: Sequence[Any], *, several: bool) -
         several: of several files it prints `files`, with such fields or an error for each.
     """
     version: Fields = {"schema": (Literal[SCHEMA], "the version of what fields mean")}
-    whole = _either(
-        [
-            [{**version, **each[0]}] if isinstance(each, list) else {**version, **each, **REMOTE}
-            for each in printed
-        ]
-    )
+
+    def with_version(each: Any) -> Any:
+        return [{**version, **each[0]}] if isinstance(each, list) else {**version, **each, **REMOTE}
+
+    whole = _either([*map(with_version, printed)])
     definitions = {"number": NUMBER, "error": _object(ERROR)}
     if several:
         common: Fields = {**version, "path": (str, "the file as it was named")}
@@ -159,14 +157,8 @@ def document(title: str, about: str, printed: Sequence[Any], *, several: bool) -
         definitions["file"] = _or_error(_object({**common, **FAILED}), of_file)
         files: Fields = {**version, "files": (["file"], "of each file what is printed of it alone"), **REMOTE}
         whole = {"if": {"required": ["files"]}, "then": _object(files), "else": whole}
-    failed = _object({**version, **FAILED})
-    return {
-        "$schema": DRAFT,
-        "title": title,
-        "description": about,
-        **_or_error(failed, whole),
-        "$defs": definitions,
-    }
+    head = {"$schema": DRAFT, "title": title, "description": about}
+    return {**head, **_or_error(_object({**version, **FAILED}), whole), "$defs": definitions}
 
 
 def _or_error(failed: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .. import system
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.optimizer_view import OptimizerView
 from ..checkpoint.state import State
+from ..files import digest
 from ..files.threads import Progress
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..inert_pickle.values import walk
@@ -48,7 +49,8 @@ def require_same(
     path: str, written: Tensors, meant: Tensors, *, values: bool, progress: Progress | None
 ) -> None:
     """Raise Damaged unless tensors were written as meant: names, types and shapes, or values too."""
-    if not _are_same(written, meant) or (values and _digest(meant, progress) != _digest(written, progress)):
+    is_same = _are_same(written, meant)
+    if not is_same or (values and digest.digest(meant, progress) != digest.digest(written, progress)):
         raise Damaged(path, UNFIT)
 
 
@@ -58,12 +60,6 @@ def _are_same(written: Tensors, meant: Tensors) -> bool:
     both = [*written.values()], [*map(meant.__getitem__, written)]
     columns = map(attrgetter, ("dtype", "shape"))
     return all([*map(column, both[0])] == [*map(column, both[1])] for column in columns)
-
-
-def _digest(tensors: Tensors, progress: Progress | None) -> str:
-    from ..files.digest import digest  # whose hashlib loads OpenSSL
-
-    return digest(tensors, progress)
 
 
 # ---- The output of a save: its format, whether it may be written there, and what was written of the
@@ -143,11 +139,9 @@ def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
         return asked
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
-    raise unwritable(path) or UsageFault(
-        f"{path}: its ending does not say which format",
-        hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards; "
-        f"for a DCP folder: ckpttool convert IN {shlex.quote(path)} --to dcp",
-    )
+    hint = f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards; for a DCP folder: "
+    hint += f"ckpttool convert IN {shlex.quote(path)} --to dcp"
+    raise unwritable(path) or UsageFault(f"{path}: its ending does not say which format", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,7 @@ from ..checkpoint.checkpoint import Checkpoint, not_read
 from ..checkpoint.checksums import reads_of
 from ..files.commit import replacing
 from ..files.commit_folder import Replaced
-from ..remote.places import (
-    identity_of,
-    is_file,
-    is_folder,
-    is_inside,
-    listed,
-    names_in,
-    nbytes_of,
-    open_source_at,
-    uploading,
-)
+from ..remote import places
 from ..remote.urls import is_url
 from ..system import join
 from ..tensors.ref import Source
@@ -64,7 +54,7 @@ BELOW = "huggingface"
 
 def kind_of(path: str) -> str | None:
     """Return the format of the checkpoint in a folder, judged by the names in it; None if there is none."""
-    names = names_in(path)
+    names = places.names_in(path)
     return next((kind for ending, kind in TELLING if any(name.endswith(ending) for name in names)), None)
 
 
@@ -85,10 +75,9 @@ def _named_by(path: str) -> list[str]:
     """Return the files that an index or DCP metadata names next to it; none if it is damaged."""
     names: list[str] = []
     try:
-        source = open_source_at(path)
-        of_dcp = os.path.basename(path) == METADATA
-        names_in_it = need("dcp.reading").file_names if of_dcp else shards.shard_names
-        names = names_in_it(source)
+        source = places.open_source_at(path)
+        is_dcp = os.path.basename(path) == METADATA
+        names = need("dcp.reading").file_names(source) if is_dcp else shards.shard_names(source)
     except CkptToolError as error:
         if isinstance(error.__cause__, OSError):  # what it names is not known, rather than nothing
             raise error.__cause__ from None
@@ -147,7 +136,9 @@ def _known_by(source: Source) -> File | str:
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
     """Return whether a folder is the one that the checkpoint was read from."""
     source = folder_of(checkpoint) if checkpoint.format in NAMES else None
-    return source is not None and os.path.isdir(path) and identity_of(source) == identity_of(path)
+    return (
+        source is not None and os.path.isdir(path) and places.identity_of(source) == places.identity_of(path)
+    )
 
 
 def is_same_file(source: Source, path: str) -> bool:
@@ -168,12 +159,9 @@ def other_files(checkpoint: Checkpoint, path: str, folder: str | None = None) ->
     read = _files_read(checkpoint)
     # In a folder below, as DeepSpeed has tags.
     own = {_first_below(home, place) for place in (path, *(source.place for source in checkpoint.sources))}
-    return [
-        name
-        for name in listed(home)
-        if not (name.startswith(".") or name in own or not_read(name) in checkpoint.unread)
-        and identity_at(join(home, name)) not in read
-    ]
+    names = (name for name in places.listed(home) if not name.startswith(".") and name not in own)
+    names = (name for name in names if not_read(name) not in checkpoint.unread)
+    return [name for name in names if identity_at(join(home, name)) not in read]
 
 
 def _first_below(folder: str, path: str) -> str:
@@ -187,8 +175,8 @@ def folder_of(checkpoint: Checkpoint) -> str | None:
     """Return the folder that a checkpoint was read from, perhaps by its index; None if it is a file."""
     if checkpoint.format not in NAMES and checkpoint.ranks is None:
         return None
-    folder = checkpoint.path if is_folder(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
-    return folder if is_folder(folder) else None
+    folder = checkpoint.path if places.is_folder(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
+    return folder if places.is_folder(folder) else None
 
 
 def _files_read(checkpoint: Checkpoint) -> set[File | None]:
@@ -221,15 +209,14 @@ def listed_beside(
         return [], []
     names = other_files(checkpoint, path, folder)
     below = join(folder, BELOW)
-    if BELOW in names and is_folder(below) and not os.path.islink(below):
-        inside = [name for name in listed(below) if not name.startswith(".")]
+    if BELOW in names and places.is_folder(below) and not os.path.islink(below):
+        inside = [name for name in places.listed(below) if not name.startswith(".")]
         names = [name for name in names if name != BELOW] + [join(BELOW, name) for name in inside]
     found = [name for name in names if _is_companion(folder, name)]
+    # The latter serve a folder of DeepSpeed, and hold nothing themselves.
+    others = [name for name in names if name not in (*found, "latest", "zero_to_fp32.py", "zero_to_torch.py")]
     rest = [
-        name if is_inside(folder, name) else f"{name} (a link out of the folder)"
-        for name in names
-        # The latter serve a folder of DeepSpeed, and have nothing of their own.
-        if name not in (*found, "latest", "zero_to_fp32.py", "zero_to_torch.py")
+        name if places.is_inside(folder, name) else f"{name} (a link out of the folder)" for name in others
     ]
     return [join(folder, name) for name in found], rest
 
@@ -238,8 +225,8 @@ def _is_companion(folder: str, name: str) -> bool:
     path, base = join(folder, name), os.path.basename(name)
     is_known = any(fnmatchcase(base, pattern) for pattern in COMPANIONS) and not base.endswith(shards.INDEX)
     # Tokenizers have up to 40 MB.
-    is_small = is_known and is_file(path) and nbytes_of(path) <= 100_000_000
-    return is_small and is_inside(folder, name)
+    is_small = is_known and places.is_file(path) and places.nbytes_of(path) <= 100_000_000
+    return is_small and places.is_inside(folder, name)
 
 
 def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> dict[str, str]:
@@ -258,18 +245,18 @@ def companion_targets(paths: Sequence[str], output: str, *, is_folder: bool, for
 
 
 def copy_companions(
-    places: Mapping[str, str], settings: Mapping[str, object] | None = None, *, force: bool
+    targets: Mapping[str, str], settings: Mapping[str, object] | None = None, *, force: bool
 ) -> None:
     """Copy each companion to its place, whole or not at all; a config.json with these settings changed.
 
     A setting inside another has a dotted name, and is changed where that is there. One of None is taken out.
     Without `force` only an equal file is replaced.
     """
-    for path, place in places.items():
+    for path, place in targets.items():
         own = settings if os.path.basename(path) == "config.json" else None
         content = _corrected(path, own) if own else _bytes_of(path)
         is_free = not (force or is_url(place) or _is_same(path, place))
-        with uploading(place, replace=True) as local, replacing(local, exclusive=is_free) as file:
+        with places.uploading(place, replace=True) as local, replacing(local, exclusive=is_free) as file:
             file.write(content)
 
 
@@ -292,5 +279,5 @@ def _is_same(path: str, target: str) -> bool:
 
 
 def _bytes_of(path: str) -> bytes:
-    source = open_source_at(path)
+    source = places.open_source_at(path)
     return source.read(0, source.size)

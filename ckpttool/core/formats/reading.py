@@ -104,9 +104,8 @@ def _open(name: str) -> Checkpoint:
     checkpoint = _open_alone(first)
     if not others and DELTA not in checkpoint.metadata:
         return checkpoint
-    chained: Checkpoint = need("deltas.reading").chained(
-        "+".join([first, *others]), checkpoint, others, _open_alone
-    )
+    name = "+".join([first, *others])
+    chained: Checkpoint = need("deltas.reading").chained(name, checkpoint, others, _open_alone)
     return chained
 
 

@@ -33,11 +33,8 @@ MOST_TRIED, MOST_NAMED = 8, 4
 Open = Callable[[str], Checkpoint]
 
 # Files of a run that are no model: its optimizer, its random numbers, its arguments.
-NO_MODELS = re.compile(
-    r"(?:optim|optimizer|scheduler|scaler|rng|random_states?|training_args|train(?:er)?(?:_state)?|recipe_state"
-    r"|common|metadata|latest|extra_state)(?:[._-].*)?",
-    re.IGNORECASE,
-)
+_OF_TRAINING = "optim|optimizer|scheduler|scaler|rng|random_states?|training_args|train(?:er)?(?:_state)?"
+NO_MODELS = re.compile(rf"(?i:{_OF_TRAINING}|recipe_state|common|metadata|latest|extra_state)(?:[._-].*)?")
 
 # What train/evaluate.py --out leaves: what it states, and a file of predictions of each rank.
 STATEMENT, PREDICTIONS = "eval.json", re.compile(r"rank\d+\.safetensors")
@@ -60,9 +57,8 @@ def checkpoints_below(folder: str) -> list[str]:
         inside = os.path.relpath(path, folder)
         runs.setdefault(_run_of(inside), []).append((*_age(inside, path), path))
     # Steps of two runs don't say which is newer. What states no step may be no checkpoint of a run.
-    by_age = sorted(
-        map(sorted, runs.values()), key=lambda run: (run[0][0] == 1, min(age for _, age, _ in run))
-    )
+    in_order = map(sorted, runs.values())
+    by_age = sorted(in_order, key=lambda run: (run[0][0] == 1, min(age for _, age, _ in run)))
     return [path for run in by_age for _, _, path in run]
 
 
@@ -180,10 +176,10 @@ def _unfinished_dcp(folder: str, names: list[str]) -> Unreadable:
 
 def looks_whole(folder: str, names: Collection[str]) -> bool:
     """Return whether a folder looks like one checkpoint, by the names in it."""
-    ranks = find("ranks.frameworks")
-    return (
-        bool(alone_among(names))
+    if (
+        alone_among(names)
+        or series_in(names)
         or any(name.endswith((INDEX, METADATA, PART)) for name in names)
-        or bool(series_in(names))
-        or bool(ranks and ranks.holds_a_run(folder, names))
-    )
+    ):
+        return True
+    return bool((ranks := find("ranks.frameworks")) and ranks.holds_a_run(folder, names))

@@ -16,19 +16,7 @@ from ..checkpoint import full
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..files.copying import MOST_PIECES, Output, is_tiny
 from ..inert_pickle.values import OrderedDict_
-from ..tensors.ref import (
-    DTYPES,
-    MAX_AXES,
-    MAX_BYTES,
-    ByteRange,
-    DType,
-    Source,
-    Storage,
-    TensorRef,
-    count_of,
-    extent,
-    is_count,
-)
+from ..tensors import ref
 from ..tensors.values import require_bounded, stream
 
 # The names and values of an object.
@@ -78,7 +66,7 @@ EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
 DELTA = "ckpttool.delta"  # the entry of the metadata that makes a file a delta
 
-Tensors = Mapping[str, TensorRef]
+Tensors = Mapping[str, ref.TensorRef]
 
 FIELD_NAMES = ("dtype", "shape", "data_offsets")
 
@@ -94,8 +82,8 @@ ORDER = (
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
-BY_NAME = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
-BY_NAME["F8_E8M0"] = DTYPES["float8_e8m0fnu"]  # the format has it; the library's torch part can't save it
+BY_NAME = {dtype.safetensors: dtype for dtype in ref.DTYPES.values() if dtype.safetensors}
+BY_NAME["F8_E8M0"] = ref.DTYPES["float8_e8m0fnu"]  # the format has it; the library's torch part can't save it
 
 
 def sniff(head: bytes) -> bool:
@@ -103,7 +91,7 @@ def sniff(head: bytes) -> bool:
     return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: ref.Source) -> Checkpoint:
     """Read the header."""
     size = int.from_bytes(source.read(0, 8), "little")
     if size > MAX_HEADER or 8 + size > source.size:
@@ -124,7 +112,7 @@ def read(source: Source) -> Checkpoint:
     return Checkpoint(source, NAME, state, 2, metadata)
 
 
-def _parse(source: Source, raw: bytes) -> dict[str, Any]:
+def _parse(source: ref.Source, raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise Damaged(source.path, "its header is not a JSON object")
     header = parse_object(source.path, raw, "its header", _entry)
@@ -146,7 +134,7 @@ def _entry(pairs: Pairs) -> tuple[Any, ...] | None:
     return (dtype, tuple(shape), *place) if len(place) == 2 else None
 
 
-def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, TensorRef]:
+def _tensors(source: ref.Source, header: dict[str, Any], start: int) -> dict[str, ref.TensorRef]:
     """Return the tensors in the order of the payload, which begins at `start`."""
     # A file may have 100,000, so each rule is checked for all of them in one C loop; a tensor that breaks it
     # is looked for only then.
@@ -167,8 +155,8 @@ def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, Te
         raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
     if end < source.size:
         raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
-    places = map(ByteRange, repeat(source), map(start.__add__, begins), nbytes)
-    tensors = map(TensorRef, map(Storage, places, kinds), dtypes, sizes, strides)
+    places = map(ref.ByteRange, repeat(source), map(start.__add__, begins), nbytes)
+    tensors = map(ref.TensorRef, map(ref.Storage, places, kinds), dtypes, sizes, strides)
     return dict(zip(names, tensors, strict=True))
 
 
@@ -179,7 +167,7 @@ def _first_unequal(names: Sequence[str], has: Sequence[int], should: Sequence[in
 _Columns = tuple[Sequence[str], Sequence[str], Sequence[tuple[int, ...]], tuple[int, ...], tuple[int, ...]]
 
 
-def _columns(source: Source, header: dict[str, Any]) -> _Columns:
+def _columns(source: ref.Source, header: dict[str, Any]) -> _Columns:
     """Return name, type, shape, begin and end of all tensors, in the order of the payload."""
     if not header:
         return ((),) * 5
@@ -187,8 +175,10 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
     types, shapes, begins, ends = zip(*entries, strict=True)
     numbers = [*begins, *ends, *chain.from_iterable(shapes)]
     has_types = {*map(type, types)} == {str} and {*map(type, numbers)} == {int}
-    if not has_types or min(numbers) < 0 or max(numbers) > MAX_BYTES:
-        regular = (type(t) is str and all(map(is_count, (*shape, *place))) for t, shape, *place in entries)
+    if not has_types or min(numbers) < 0 or max(numbers) > ref.MAX_BYTES:
+        regular = (
+            type(t) is str and all(map(ref.is_count, (*shape, *place))) for t, shape, *place in entries
+        )
         name = next(name for name, is_regular in zip(header, regular, strict=True) if not is_regular)
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
     if all(map(le, ends, begins[1:])):
@@ -208,17 +198,19 @@ def _reordered(entry: Any) -> tuple[Any, ...]:
 Shape = tuple[int, ...]
 
 
-def _form(source: Source, name: str, type_name: str, shape: Shape) -> tuple[DType, Shape, Shape, int, str]:
+def _form(
+    source: ref.Source, name: str, type_name: str, shape: Shape
+) -> tuple[ref.DType, Shape, Shape, int, str]:
     """Check the form of a tensor that is the first to have it: dtype, shape, stride, bytes, and storage."""
     dtype = BY_NAME.get(type_name)
     if dtype is None:
         raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
-    if extent(shape) * dtype.itemsize > MAX_BYTES:
+    if ref.extent(shape) * dtype.itemsize > ref.MAX_BYTES:
         raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
-    if len(shape) > MAX_AXES:
-        reason = f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
+    if len(shape) > ref.MAX_AXES:
+        reason = f"tensor '{name[:80]}' has {len(shape)} axes, and at most {ref.MAX_AXES} are supported"
         raise Unsupported(source.path, reason)
-    like = TensorRef.of_bytes(ByteRange(source, 0, 0), dtype, shape)
+    like = ref.TensorRef.of_bytes(ref.ByteRange(source, 0, 0), dtype, shape)
     return dtype, shape, like.stride, like.nbytes, dtype.kind
 
 
@@ -229,10 +221,10 @@ def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output)
         if not tensor.is_stretch:  # which has no more bytes than its storage
             require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
     out.write(header(path, ordered, metadata))
-    tiny: list[tuple[int, ByteRange]] = []
+    tiny: list[tuple[int, ref.ByteRange]] = []
     for tensor in ordered.values():
         data = tensor.data if tensor.is_stretch else None
-        if isinstance(data, ByteRange) and is_tiny(data):
+        if isinstance(data, ref.ByteRange) and is_tiny(data):
             tiny.append((out.position, data))
             out.position += data.nbytes
         elif data is not None:
@@ -254,7 +246,7 @@ def in_order(path: str, tensors: Tensors) -> Tensors:
     return {name: tensor for _, name, tensor in ordered}
 
 
-def _write(tiny: list[tuple[int, ByteRange]], out: Output) -> None:
+def _write(tiny: list[tuple[int, ref.ByteRange]], out: Output) -> None:
     """Write small ranges of files to their places, and forget them."""
     contents = out.taken([data for _, data in tiny])
     out.write_pieces(zip((position for position, _ in tiny), contents, strict=True))
@@ -280,7 +272,7 @@ def without_ties(texts: Mapping[str, str], tensors: Tensors) -> tuple[dict[str, 
     return kept, tuple(f"metadata '{name[:80]}' ('{text[:80]}')" for name, text in mistaken.items())
 
 
-def _require_holdable(path: str, name: str, tensor: TensorRef) -> None:
+def _require_holdable(path: str, name: str, tensor: ref.TensorRef) -> None:
     if name == METADATA:
         reason = f"safetensors can't hold a tensor named '{name}'"
         raise Refused(path, reason, hint="write a .pt file instead")
@@ -294,7 +286,7 @@ def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int =
     entries = [f'"{METADATA}":{_json(dict(sorted(metadata.items())))}'] if metadata else []
     likes = [*map(attrgetter("dtype.safetensors", "shape", "dtype.itemsize"), tensors.values())]
     # What stands between a name and its place, and the bytes, for each form.
-    forms = {like: (_form_text(*like[:2]), count_of(like[1]) * like[2]) for like in {*likes}}
+    forms = {like: (_form_text(*like[:2]), ref.count_of(like[1]) * like[2]) for like in {*likes}}
     begin = 0
     # Each name is quoted as json quotes it; an object for each of 100,000 entries takes four times as long.
     for name, like in zip(map(encode_basestring, tensors), likes, strict=True):
@@ -324,12 +316,12 @@ def _form_text(dtype: str | None, shape: Shape) -> str:
 _json = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
 
 
-def header_in_place(source: Source, tensors: Tensors, metadata: Mapping[str, str]) -> bytes | None:
+def header_in_place(source: ref.Source, tensors: Tensors, metadata: Mapping[str, str]) -> bytes | None:
     """Return the header that takes the place of a file's own, if these tensors are exactly its payload."""
     places = []
     for item in tensors.items():
         where = item[1].data if item[1].is_plain else None
-        if not isinstance(where, ByteRange) or where.source is not source:
+        if not isinstance(where, ref.ByteRange) or where.source is not source:
             return None
         places.append((where.offset, where.nbytes, item))
     places.sort(key=lambda place: place[:2])
@@ -340,10 +332,10 @@ def header_in_place(source: Source, tensors: Tensors, metadata: Mapping[str, str
     return new if len(new) == start else None
 
 
-def write_with_header(source: Source, header: bytes, out: Output) -> None:
+def write_with_header(source: ref.Source, header: bytes, out: Output) -> None:
     """Write a file with another header of the same length, the payload shared with the old file or copied."""
     # A header that others may be reading can't be changed where it lies: a write is no single step, neither
     # for a process that reads or maps the file (ext4 locks no page against readers) nor for a disk that loses
     # power. So the output is always a new file, which shares blocks where the file system can (btrfs, xfs).
     out.write(header)
-    out.copy(ByteRange(source, len(header), source.size - len(header)))
+    out.copy(ref.ByteRange(source, len(header), source.size - len(header)))

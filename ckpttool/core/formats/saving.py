@@ -25,18 +25,7 @@ from ..remote import urls
 from ..remote.places import versions
 from ..remote.store import TRAFFIC
 from ..tensors.ref import Source, Storage
-from . import folders, safetensors, shards
-from .destination import (
-    PICKLES,
-    Destination,
-    Saved,
-    SaveOptions,
-    destination,
-    read_back,
-    report,
-    require_same,
-    require_sense,
-)
+from . import destination, folders, safetensors, shards
 from .output import OutputPlace
 from .pytorch import zip as torch_zip
 from .reading import open as open_any
@@ -55,11 +44,11 @@ class SavePlan:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        target: Destination,
+        target: destination.Destination,
         place: OutputPlace,
         where: str | None,
         shard_size: int | None,
-        options: SaveOptions,
+        options: destination.SaveOptions,
     ) -> None:
         if target.format == folders.DCP and not target.full:
             checkpoint = need("dcp.reading").with_each_its_own(checkpoint)
@@ -80,7 +69,7 @@ class SavePlan:
             leave_out = f"leave it out: --exclude {shlex.quote(glob.escape(name))}"
             raise Damaged(checkpoint.path, f"'{name}' has {fault}: torch refuses it", hint=leave_out)
         self.ties: dict[str, str] = {}
-        if self.state is not None and not options.keep_copies and self.format not in PICKLES:
+        if self.state is not None and not options.keep_copies and self.format not in destination.PICKLES:
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
 
     def tensors(self) -> Tensors:
@@ -106,13 +95,13 @@ class SavePlan:
 
     def work(self, verify: bool) -> int:
         """Return about the number of bytes that progress will come to."""
-        if self.state is None or self.format in PICKLES:
+        if self.state is None or self.format in destination.PICKLES:
             moved = sum({id(storage): storage.nbytes for _, storage in self.storages}.values())
         else:
             moved = sum(tensor.nbytes for tensor in self._flat[0].values())
         return moved + (2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0)
 
-    def carried_out(self, verify: bool | None, dry_run: bool) -> Saved:
+    def carried_out(self, verify: bool | None, dry_run: bool) -> destination.Saved:
         """Write, and compare what was read and written before it takes its place."""
         progress = self.options.progress
         require_made(self.used)
@@ -161,7 +150,7 @@ class SavePlan:
             TRAFFIC.remark(f"{self.path}: {'gone on with' if attempt.is_resumed else begun}")
         return attempt
 
-    def dry_run(self) -> Saved:
+    def dry_run(self) -> destination.Saved:
         """Return what `write` would, of DCP the bytes of the values alone, and raise what it would."""
         if self.format == folders.DCP:
             tree = self._for_dcp()
@@ -173,7 +162,7 @@ class SavePlan:
         sizes = [_dry(partial(self._write_shard, name, tensors)) for name, tensors in cut.items()]
         return self._saved(sum(sizes) + len(index.encode()), shards=len(cut))
 
-    def write(self, opened: shards.Opened, check: Check, attempt: Attempt | None = None) -> Saved:
+    def write(self, opened: shards.Opened, check: Check, attempt: Attempt | None = None) -> destination.Saved:
         """Write the output and put it in place."""
         if self.format in folders.NAMES:
             return self._write_folder(opened, check, attempt)
@@ -183,7 +172,9 @@ class SavePlan:
             check(read(Source(self.path, os.dup(file.fileno()))))
         return self._saved(out.position)
 
-    def _write_folder(self, opened: shards.Opened, check: Check, attempt: Attempt | None) -> Saved:
+    def _write_folder(
+        self, opened: shards.Opened, check: Check, attempt: Attempt | None
+    ) -> destination.Saved:
         kept = self.options.kept
         stay = [name for name in kept if os.path.lexists(os.path.join(self.path, name))]
         stay += folders.companions(self.checkpoint, self.path)
@@ -195,7 +186,7 @@ class SavePlan:
                 write(self._for_dcp(), new.path)
             else:
                 shards.write(new.path, self.format, *self._shards(), self._write_shard, opened)
-            with read_back(self.path, new.path):
+            with destination.read_back(self.path, new.path):
                 written = open_any(new.path)
             with written:
                 check(written)
@@ -261,15 +252,15 @@ class SavePlan:
     def compare(self, written: Checkpoint, *, values: bool, progress: Progress | None) -> None:
         """Compare what was written with what was intended."""
         tensors = dict(written.tensors()) if self.state is None else written.state("").tensors
-        require_same(self.path, tensors, self.tensors(), values=values, progress=progress)
+        destination.require_same(self.path, tensors, self.tensors(), values=values, progress=progress)
 
-    def _saved(self, nbytes: int, **facts: Any) -> Saved:
+    def _saved(self, nbytes: int, **facts: Any) -> destination.Saved:
         state = self.state
         if state is None:
             state = self.checkpoint.state(self.where) if self.where else self.checkpoint.found_state()
-        facts |= report(self.checkpoint, self.target, state, self.ties)
+        facts |= destination.report(self.checkpoint, self.target, state, self.ties)
         facts["not_copied"] = folders.not_copied(self.checkpoint, self.path, self.format)
-        return Saved(self.path, self.format, nbytes, **facts)
+        return destination.Saved(self.path, self.format, nbytes, **facts)
 
 
 def _dry(write: Callable[[Output], None]) -> int:
@@ -295,7 +286,7 @@ def save(
     force: bool = False,
     dry_run: bool = False,
     **more: Any,
-) -> Saved:
+) -> destination.Saved:
     """Write a checkpoint.
 
     safetensors gets only the model's state, a `.pt` file everything. Memory stays flat. The input may be the
@@ -349,11 +340,11 @@ def save(
         >>> saved.keys, saved.left_out
         (7, ('optimizer', 'epoch'))
     """
-    options = SaveOptions(**more)
+    options = destination.SaveOptions(**more)
     named = OutputPlace.at(path, force, options.needed, checkpoint)
     with named.local(dry_run, options.progress, options.expect) as place:
-        target = destination(place.path, checkpoint, to, full=full)
-        require_sense(target, state, full, shard_size, options)
+        target = destination.destination(place.path, checkpoint, to, full=full)
+        destination.require_sense(target, state, full, shard_size, options)
         if options.device is not None:
             checkpoint = replace(checkpoint, device=options.device)
 

@@ -139,10 +139,8 @@ def _gaps(names: Iterable[str]) -> Iterator[tuple[Series, str]]:
     """Yield the series of shards of which an index names some and not all."""
     for like, numbers in series_in(names).items():
         if like.total and (missing := like.missing(numbers)):
-            yield (
-                like,
-                f"are {like.total} shards, and the index does not name number {', '.join(map(str, missing))}",
-            )
+            lacking = ", ".join(map(str, missing))
+            yield like, f"are {like.total} shards, and the index does not name number {lacking}"
 
 
 def alone_among(names: Collection[str]) -> list[str]:
@@ -276,18 +274,10 @@ def _joined(index: Source, shards: Mapping[str, Checkpoint], wanted: Mapping[str
 
 
 def _whole(source: Source, kind: str, shards: Mapping[str, Checkpoint], state: OrderedDict_) -> Checkpoint:
-    first = next((shard.metadata for shard in shards.values()), {})
-    common = {
-        key: text
-        for key, text in first.items()
-        if all(shard.metadata.get(key) == text for shard in shards.values())
-    }
-    unread = tuple(
-        f"metadata '{key}' of the shard '{name}'"
-        for name, shard in shards.items()
-        for key in shard.metadata
-        if key not in common
-    )
+    first, *others = [shard.metadata for shard in shards.values()] or [{}]
+    common = {key: text for key, text in first.items() if all(other.get(key) == text for other in others)}
+    apart = ((key, name) for name, shard in shards.items() for key in shard.metadata if key not in common)
+    unread = tuple(f"metadata '{key}' of the shard '{name}'" for key, name in apart)
     return Checkpoint(source, kind, state, metadata=common, **{**of_all(shards.values()), "unread": unread})
 
 
@@ -321,12 +311,11 @@ def cut_by_size(kind: str, tensors: Mapping[str, TensorRef], size: int) -> Cut:
         shards[-1].update(names)
         left -= nbytes
     stem, ending = STEMS[kind]
-    return {
-        f"{stem}-{number:05d}-of-{len(shards):05d}{ending}": {
-            name: tensor for name, tensor in tensors.items() if name in names
-        }
-        for number, names in enumerate(shards, 1)
-    }
+    cut = {}
+    for number, held in enumerate(shards, 1):
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
+        cut[file] = {name: tensor for name, tensor in tensors.items() if name in held}
+    return cut
 
 
 def index_text(cut: Cut, metadata: Mapping[str, object]) -> str:

@@ -76,10 +76,8 @@ class Archive:
     def read_pickle(self) -> Pickle:
         """Read the tree in `data.pkl`; no storage is read, unless it is compressed."""
         try:
-            data = self.bytes_of("data.pkl")
-            return read_torch_pickle(
-                data, self.storage, self.all_storages, parts=ZIP_PARTS, remarks=self.remarks
-            )
+            data, find = self.bytes_of("data.pkl"), (self.storage, self.all_storages)
+            return read_torch_pickle(data, *find, parts=ZIP_PARTS, remarks=self.remarks)
         except PickleFault as fault:
             raise Damaged(self.source.path, str(fault)) from None
 

@@ -150,10 +150,8 @@ class _Form:
     def values(self, name: str | None, key: str, tensor: TensorRef) -> list[object]:
         """Return what the opcodes of a tensor, and of the name before it, put into the memo."""
         _, shape, stride, offset, requires_grad = self.tensor
-        hooks, identity = (
-            OrderedDict_(),
-            ("storage", self.kind, key, self.storage.location, self.storage.numel),
-        )
+        hooks = OrderedDict_()
+        identity = "storage", self.kind, key, self.storage.location, self.storage.numel
         arguments = tensor.storage, offset, shape, stride, requires_grad, hooks
         sizes = filter(None, (shape, stride))  # an empty tuple is not stored
         return [*([] if name is None else [name]), key, identity, *sizes, hooks, arguments, tensor]

@@ -20,16 +20,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import Global, in_brief
-from ...tensors.ref import (
-    MAX_AXES,
-    STORAGE_DTYPES,
-    BadTensor,
-    ByteRange,
-    Source,
-    Storage,
-    TensorRef,
-    is_count,
-)
+from ...tensors import ref
 from ..strangers import checkpoints_inside
 from .fast_path import itemsize
 from .legacy import read_unsized
@@ -48,7 +39,7 @@ WITHOUT_CONTENTS = (b"1", b"2", b"3", b"4", b"5", b"6")
 
 TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
 
-Objects = dict[int, AnyStorage | TensorRef]
+Objects = dict[int, AnyStorage | ref.TensorRef]
 
 
 def sniff(head: bytes) -> bool:
@@ -56,23 +47,23 @@ def sniff(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
-def read(source: Source, place: ByteRange | None = None) -> Checkpoint:
+def read(source: ref.Source, place: ref.ByteRange | None = None) -> Checkpoint:
     """Read the tree and find each storage; no element is read."""
-    places = _members(source, place or ByteRange(source, 0, source.size))
+    places = _members(source, place or ref.ByteRange(source, 0, source.size))
     try:
         storages, tensors, pickle = (_Member(places[name]) for name in MEMBERS)
         objects = _read_storages(storages)
         objects |= _read_tensors(tensors, objects)
         tree = pickle.pickle(partial(_find, objects))
-    except (PickleFault, BadTensor) as fault:
+    except (PickleFault, ref.BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
     names = frozenset().union(storages.names, tensors.names, pickle.names)
     return Checkpoint(source, NAME, tree.value, protocol=tree.protocol, names=names)
 
 
-def _members(source: Source, whole: ByteRange) -> dict[str, ByteRange]:
+def _members(source: ref.Source, whole: ref.ByteRange) -> dict[str, ref.ByteRange]:
     """Where the members are: each must be there once, a regular file, and whole."""
-    members: dict[str, ByteRange] = {}
+    members: dict[str, ref.ByteRange] = {}
     for name, place in entries(whole):
         if name in members:
             raise Damaged(source.path, f"holds '{name[:80]}' twice")
@@ -85,7 +76,7 @@ def _members(source: Source, whole: ByteRange) -> dict[str, ByteRange]:
     return members
 
 
-def entries(whole: ByteRange) -> Iterator[tuple[str, ByteRange]]:
+def entries(whole: ref.ByteRange) -> Iterator[tuple[str, ref.ByteRange]]:
     """Yield the name of each file in a tar of torch's and the place of its contents."""
     # Only what torch's files need is read: regular files, and extended headers that state times. Python's
     # tarfile reads all of the format, and takes minutes for some hostile files.
@@ -101,7 +92,7 @@ def entries(whole: ByteRange) -> Iterator[tuple[str, ByteRange]]:
             yield name, place
 
 
-def headers(whole: ByteRange) -> Iterator[tuple[str, bytes, ByteRange]]:
+def headers(whole: ref.ByteRange) -> Iterator[tuple[str, bytes, ref.ByteRange]]:
     """Yield the name, the type and the contents of each entry of a tar, extended headers too."""
     position = 0
     while position + BLOCK <= whole.nbytes and any(header := whole.part(position, BLOCK).read()):
@@ -130,7 +121,7 @@ def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
-def _number(source: Source, field: bytes) -> int:
+def _number(source: ref.Source, field: bytes) -> int:
     """A number of a header: octal digits, or for a large one its bytes."""
     if field[0] == 0o200:
         return int.from_bytes(field[1:], "big")
@@ -143,7 +134,7 @@ def _number(source: Source, field: bytes) -> int:
 class _Member:
     """One member, read from front to back."""
 
-    def __init__(self, place: ByteRange) -> None:
+    def __init__(self, place: ref.ByteRange) -> None:
         self.source = place.source
         self.position = place.offset
         self.end = place.offset + place.nbytes
@@ -151,7 +142,7 @@ class _Member:
 
     def pickle(self, persistent_load: Any = None) -> Pickle:
         read = partial(read_pickle, persistent_load=persistent_load)
-        rest = ByteRange(self.source, self.position, self.end - self.position)
+        rest = ref.ByteRange(self.source, self.position, self.end - self.position)
         pickle = read_unsized(rest, read, first=4096)  # those of storages and tensors are small, and many
         self.names |= pickle.names
         self.position = pickle.end
@@ -160,17 +151,17 @@ class _Member:
     def count(self) -> int:
         """Read a pickle of the number of entries that follow; each takes several bytes."""
         count = self.pickle().value
-        if not is_count(count) or not isinstance(count, int) or count > self.end - self.position:
+        if not ref.is_count(count) or not isinstance(count, int) or count > self.end - self.position:
             raise PickleFault(f"counts {in_brief(count)[:20]} entries, more than it can hold")
         return count
 
     def numbers(self, form: str) -> tuple[int, ...]:
         return struct.unpack(form, self.take(struct.calcsize(form)).read())
 
-    def take(self, nbytes: int) -> ByteRange:
+    def take(self, nbytes: int) -> ref.ByteRange:
         if not 0 <= nbytes <= self.end - self.position:
             raise PickleFault("is cut short: an entry runs past the end of its member")
-        place = ByteRange(self.source, self.position, nbytes)
+        place = ref.ByteRange(self.source, self.position, nbytes)
         self.position += nbytes
         return place
 
@@ -179,20 +170,24 @@ def _read_storages(member: _Member) -> Objects:
     objects: Objects = {}
     for _ in range(member.count()):
         key, location, kind = _triple(member, "storage")
-        if not isinstance(location, str) or not isinstance(kind, Global) or kind.name not in STORAGE_DTYPES:
+        if (
+            not isinstance(location, str)
+            or not isinstance(kind, Global)
+            or kind.name not in ref.STORAGE_DTYPES
+        ):
             raise PickleFault(f"has a storage of unknown class {in_brief(kind)[:60]}")
         (numel,) = member.numbers("<q")
-        _put(objects, key, Storage(member.take(numel * itemsize(kind.name)), kind.name, location))
+        _put(objects, key, ref.Storage(member.take(numel * itemsize(kind.name)), kind.name, location))
     views = member.pickle().value
     if not isinstance(views, list):
         raise PickleFault("has a malformed list of views")
     roots = dict(objects)
     for view in views:
-        if not isinstance(view, tuple) or len(view) != 4 or not all(map(is_count, view)):
+        if not isinstance(view, tuple) or len(view) != 4 or not all(map(ref.is_count, view)):
             raise PickleFault("has a malformed view of a storage")
         key, root, offset, numel = view
         storage = roots.get(root)
-        if not isinstance(storage, Storage) or (offset + numel) * itemsize(storage.kind) > storage.nbytes:
+        if not isinstance(storage, ref.Storage) or (offset + numel) * itemsize(storage.kind) > storage.nbytes:
             raise PickleFault("has a view of a storage that it does not hold, or that is too small")
         _put(objects, key, StorageView(storage, offset, numel))
     return objects
@@ -204,7 +199,7 @@ def _read_tensors(member: _Member, storages: Objects) -> Objects:
         key, storage_key, _ = _triple(member, "tensor")
         storage = storages.get(storage_key) if isinstance(storage_key, int) else None
         dimensions, _ = member.numbers("<iI")
-        if storage is None or isinstance(storage, TensorRef) or not 0 <= dimensions <= MAX_AXES:
+        if storage is None or isinstance(storage, ref.TensorRef) or not 0 <= dimensions <= ref.MAX_AXES:
             raise PickleFault("has a tensor without a storage, or of malformed size")
         shape, stride = member.numbers(f"<{dimensions}q"), member.numbers(f"<{dimensions}q")
         (offset,) = member.numbers("<q")
@@ -219,7 +214,7 @@ def _triple(member: _Member, what: str) -> tuple[object, object, object]:
     return entry
 
 
-def _put(objects: Objects, key: object, value: AnyStorage | TensorRef) -> None:
+def _put(objects: Objects, key: object, value: AnyStorage | ref.TensorRef) -> None:
     if type(key) is not int or key in objects:
         raise PickleFault(f"has the key {in_brief(key)[:20]} twice, or one that is not a number")
     objects[key] = value
@@ -237,5 +232,5 @@ def _find(objects: Objects, identity: object) -> object:
     if isinstance(value, StorageView):  # torch gives it memory of its own, where it is a value
         root, size = value.storage, itemsize(value.storage.kind)
         data = root.data.part(value.offset * size, value.numel * size)
-        value = objects[key] = Storage(data, root.kind, root.location)
+        value = objects[key] = ref.Storage(data, root.kind, root.location)
     return value

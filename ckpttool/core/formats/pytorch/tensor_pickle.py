@@ -19,27 +19,8 @@ from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, Record
 from ...inert_pickle.writer import write_pickle
-from ...tensors.ref import (
-    DTYPES,
-    STORAGE_DTYPES,
-    BadTensor,
-    DType,
-    Storage,
-    TensorRef,
-    checked_tensor,
-    is_count,
-)
-from .fast_path import (
-    UNTYPED,
-    FindStorage,
-    FindStorages,
-    StorageForm,
-    TensorPattern,
-    WrittenTensors,
-    element_type,
-    itemsize,
-    storage_id,
-)
+from ...tensors import ref
+from . import fast_path
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -50,14 +31,14 @@ REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 class StorageView:
     """A part of a storage in place of a storage (torch before 0.4), or a storage under another class."""
 
-    storage: Storage
+    storage: ref.Storage
     # in elements.
     offset: int
     numel: int
     kind: str | None = None  # the class whose elements are counted; that of the storage when None
 
 
-AnyStorage = Storage | StorageView
+AnyStorage = ref.Storage | StorageView
 
 # Parts of a persistent id, in the zip format and before it: the sixth is the view, or None.
 ZIP_PARTS, LEGACY_PARTS = 5, 6
@@ -65,8 +46,8 @@ ZIP_PARTS, LEGACY_PARTS = 5, 6
 
 def read_torch_pickle(
     data: bytes,
-    storage: FindStorage,
-    storages: FindStorages | None = None,
+    storage: fast_path.FindStorage,
+    storages: fast_path.FindStorages | None = None,
     *,
     parts: int,
     remarks: list[Remark],
@@ -81,7 +62,7 @@ def read_torch_pickle(
     reducers |= {name: partial(_rebuild_from_type, name, remarks) for name in FROM_TYPE}
     if storages is None:
         return read_pickle(data, persistent_load=identities.find, reducers=reducers)
-    pattern = TensorPattern(REBUILD_V2, storages)
+    pattern = fast_path.TensorPattern(REBUILD_V2, storages)
 
     def after(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Let what was matched before have its storages first, and its remarks, as without the shortcut."""
@@ -116,18 +97,18 @@ class _Identities:
     # torch keeps storages and views in one table by their keys: of two views under one key it takes the
     # first, whatever the second says, and of a view under the key of a storage the storage.
 
-    def __init__(self, storage: FindStorage, parts: int, remarks: list[Remark]) -> None:
+    def __init__(self, storage: fast_path.FindStorage, parts: int, remarks: list[Remark]) -> None:
         self.storage = storage
         self.parts = parts
         self.remarks = remarks
         self.storages: dict[str, AnyStorage] = {}
         self.views: dict[str, StorageView] = {}
-        self.empty: dict[tuple[str, DType], Storage] = {}
+        self.empty: dict[tuple[str, ref.DType], ref.Storage] = {}
 
     def find(self, identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
             return identity[1]  # a class with its source text, in whole models pickled by torch before 1.6
-        key, form, view = storage_id(identity)
+        key, form, view = fast_path.storage_id(identity)
         if isinstance(identity, tuple) and len(identity) != self.parts:
             what = f"has {len(identity)} parts in its id, which torch refuses here"
             _remark(self.remarks, f"storage '{key[:80]}'", what)
@@ -137,18 +118,20 @@ class _Identities:
         self.storages.setdefault(key, storage)
         return storage if view is None else self.view(storage, form, *view)
 
-    def of_class(self, key: str, form: StorageForm) -> AnyStorage:
+    def of_class(self, key: str, form: fast_path.StorageForm) -> AnyStorage:
         """The storage of a key, seen under the class that the persistent id names."""
-        storage, dtype = self.storage(key, form), element_type(form.kind)
-        if dtype is element_type(storage.kind):
+        storage, dtype = self.storage(key, form), fast_path.element_type(form.kind)
+        if dtype is fast_path.element_type(storage.kind):
             return storage
         if storage.nbytes:
             return StorageView(storage, 0, form.numel, form.kind)
         # torch saves one under several classes: there are no bytes to share
-        empty = Storage(storage.data, form.kind, form.location, storage.crc32, storage.byteorder)
+        empty = ref.Storage(storage.data, form.kind, form.location, storage.crc32, storage.byteorder)
         return self.empty.setdefault((key, dtype), empty)
 
-    def view(self, base: AnyStorage, form: StorageForm, key: str, offset: int, numel: int) -> AnyStorage:
+    def view(
+        self, base: AnyStorage, form: fast_path.StorageForm, key: str, offset: int, numel: int
+    ) -> AnyStorage:
         storage = base.storage if isinstance(base, StorageView) else base
         described = StorageView(storage, offset, numel, form.kind)
         known = self.storages.get(key) or self.views.setdefault(key, described)
@@ -173,7 +156,7 @@ def _require_sound(function: Global, args: tuple[Any, ...]) -> None:
     """Raise PickleFault for a call that torch refuses; otherwise it becomes a Record."""
     try:
         require_sound(function, args)
-    except BadTensor as fault:
+    except ref.BadTensor as fault:
         raise PickleFault(f"its pickle has a tensor {fault}") from None
 
 
@@ -186,7 +169,7 @@ def _rebuild_from_type(name: Global, remarks: list[Remark], args: tuple[Any, ...
     return Record("reduce", name, (_without_hooks(function, remarks, tuple(inner)), kind, state))
 
 
-def _without_hooks(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> TensorRef:
+def _without_hooks(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> ref.TensorRef:
     """Read a tensor; no description of one can keep hooks, which are functions."""
     if len(args) > 5 and args[5]:
         what = "has tensors with hooks, which torch.save never writes; they are left out"
@@ -199,7 +182,7 @@ def _without_hooks(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -
 FEWEST = {REBUILD_V1: 4, REBUILD_V2: 6, REBUILD_V3: 7}
 
 
-def _rebuild(name: Global, args: tuple[Any, ...]) -> TensorRef:
+def _rebuild(name: Global, args: tuple[Any, ...]) -> ref.TensorRef:
     """A tensor whose every element lies in its storage."""
     fewest, most = FEWEST[name], FEWEST[name] + (name != REBUILD_V1)
     if not fewest <= len(args) <= most or (fewest > 4 and type(args[4]) is not bool):
@@ -208,11 +191,11 @@ def _rebuild(name: Global, args: tuple[Any, ...]) -> TensorRef:
     if name == REBUILD_V3:
         if not isinstance(args[6], Global):
             raise PickleFault("its pickle has a malformed tensor")
-        dtype = DTYPES.get(args[6].name) if args[6].module == "torch" else None
+        dtype = ref.DTYPES.get(args[6].name) if args[6].module == "torch" else None
         if dtype is None:
             raise PickleFault(f"its pickle has a tensor of unknown dtype {args[6]}")
     storage, offset, shape, stride, *more = args
-    if not isinstance(storage, Storage | StorageView):
+    if not isinstance(storage, ref.Storage | StorageView):
         raise PickleFault("its pickle has a tensor without a storage")
     bits = args[fewest] if len(args) > fewest else None
     if bits and (not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}):
@@ -220,7 +203,7 @@ def _rebuild(name: Global, args: tuple[Any, ...]) -> TensorRef:
     conj, neg = ((bits or {}).get(flag) is True for flag in ("conj", "neg"))
     try:
         return tensor_of_storage(storage, dtype, shape, stride, offset, bool(more and more[0]), conj, neg)
-    except BadTensor as fault:
+    except ref.BadTensor as fault:
         raise PickleFault(f"its pickle has a tensor {fault}") from None
 
 
@@ -231,48 +214,52 @@ REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
 
 
 def tensor_of_storage(
-    storage: AnyStorage, dtype: DType | None, shape: Any, stride: Any, offset: Any, *flags: bool
-) -> TensorRef:
+    storage: AnyStorage, dtype: ref.DType | None, shape: Any, stride: Any, offset: Any, *flags: bool
+) -> ref.TensorRef:
     """Return a tensor as `checked_tensor` does; that of a view lies in the storage itself."""
-    if isinstance(storage, Storage):
-        return checked_tensor(storage, dtype or element_type(storage.kind), shape, stride, offset, *flags)
+    if isinstance(storage, ref.Storage):
+        return ref.checked_tensor(
+            storage, dtype or fast_path.element_type(storage.kind), shape, stride, offset, *flags
+        )
     kind, root = storage.kind or storage.storage.kind, storage.storage
-    limit = (storage.offset + storage.numel) * itemsize(kind)
-    begin = offset + storage.offset if is_count(offset) else offset
-    return checked_tensor(root, dtype or element_type(kind), shape, stride, begin, *flags, limit=limit)
+    limit = (storage.offset + storage.numel) * fast_path.itemsize(kind)
+    begin = offset + storage.offset if ref.is_count(offset) else offset
+    return ref.checked_tensor(
+        root, dtype or fast_path.element_type(kind), shape, stride, begin, *flags, limit=limit
+    )
 
 
-def _reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
+def _reduce_tensor(tensor: ref.TensorRef) -> tuple[Global, tuple[object, ...]]:
     """Return the callable and the arguments that rebuild a tensor, as torch writes them."""
     # Copies of shape and stride, as torch writes a tuple for each tensor and the reader shares them.
     shape, stride, hooks = (*tensor.shape,), (*tensor.stride,), OrderedDict_()
     bits = {name: True for name, on in (("conj", tensor.conj), ("neg", tensor.neg)) if on}
-    is_typed = STORAGE_DTYPES.get(tensor.storage.kind) is tensor.dtype
+    is_typed = ref.STORAGE_DTYPES.get(tensor.storage.kind) is tensor.dtype
     more = [] if is_typed else [Global("torch", tensor.dtype.name)]
     args = (tensor.storage, tensor.offset, shape, stride, tensor.requires_grad, hooks)
     return REBUILD_V2 if is_typed else REBUILD_V3, (*args, *more, *filter(None, [bits]))
 
 
-def written_device(storage: Storage, device: str | None) -> str:
+def written_device(storage: ref.Storage, device: str | None) -> str:
     """Return the device that a storage is tagged with in a pickle."""
     return storage.location if device is None or storage.location == "meta" else device
 
 
-def write_torch_pickle(value: object, protocol: int, device: str | None) -> tuple[bytes, list[Storage]]:
+def write_torch_pickle(value: object, protocol: int, device: str | None) -> tuple[bytes, list[ref.Storage]]:
     """Return the pickle of a value, and its storages in the order of their keys."""
-    storages: list[Storage] = []
+    storages: list[ref.Storage] = []
     keys: dict[int, str] = {}
 
-    def key_of(storage: Storage) -> str:
+    def key_of(storage: ref.Storage) -> str:
         """Number storages in the order in which they are first referred to, as torch does."""
         if id(storage) not in keys:
             keys[id(storage)] = str(len(storages))
             storages.append(storage)
         return keys[id(storage)]
 
-    def persistent_id(storage: Storage) -> tuple[object, ...]:
-        kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
-        numel = storage.nbytes // itemsize(storage.kind)
+    def persistent_id(storage: ref.Storage) -> tuple[object, ...]:
+        kind = fast_path.UNTYPED if storage.kind == fast_path.UNTYPED.name else Global("torch", storage.kind)
+        numel = storage.nbytes // fast_path.itemsize(storage.kind)
         return "storage", kind, key_of(storage), written_device(storage, device), numel
 
     data = write_pickle(
@@ -280,6 +267,6 @@ def write_torch_pickle(value: object, protocol: int, device: str | None) -> tupl
         protocol=protocol,
         persistent_id=persistent_id,
         reduce_tensor=_reduce_tensor,
-        shortcut=WrittenTensors(key_of),
+        shortcut=fast_path.WrittenTensors(key_of),
     )
     return data, storages
