@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 
 from .layers import Doubts, Match, Solution, Tangle, alone, solve
-from .modules import Module, ModuleBlock, Parts, by_numbers, counted, pattern
+from .modules import Module, ModuleBlock, Parts, by_numbers, counted, paired_by_numbers, pattern
 from .ways import Unit
 
 Pairs = list[tuple[ModuleBlock, ModuleBlock]]
@@ -64,12 +64,9 @@ class Search:
 
     def _trust(self, left: list[Parts], right: list[Parts]) -> None:
         """Note names that were paired by numbers."""
-        if (
-            len(left) > 1
-            and pattern(left[0]) == pattern(left[-1])
-            and pattern(right[0]) == pattern(right[-1])
-        ):
-            self.trusted.setdefault((pattern(left[0]), pattern(right[0])), (left, right))
+        ends = [(pattern(side[0]), pattern(side[-1])) for side in (left, right)]
+        if len(left) > 1 and all(first == last for first, last in ends):
+            self.trusted.setdefault((ends[0][0], ends[1][0]), (left, right))
 
     def _classes(self, left: ModuleBlock, right: ModuleBlock, taken: set[int]) -> Iterator[Pairs]:
         """Yield the pairs of blocks below two, the largest blocks first; `taken` has what lies in them."""
@@ -179,10 +176,8 @@ def _aligned(left: list[ModuleBlock], right: list[ModuleBlock], cut: tuple[int, 
     names = [{block.parts[n:]: block for block in side} for side, n in zip((left, right), cut, strict=True)]
     if names[0].keys() == names[1].keys():
         return [(block, names[1][parts]) for parts, block in names[0].items()]
-    orders = [by_numbers([block.parts for block in side]) for side in (left, right)]
-    if orders[0] is None or orders[1] is None:
-        return []
-    return [(left[a], right[b]) for a, b in zip(*orders, strict=True)]
+    pairs = paired_by_numbers([block.parts for block in left], [block.parts for block in right])
+    return [(left[a], right[b]) for a, b in pairs]
 
 
 def _is_stack(blocks: Sequence[ModuleBlock]) -> bool:

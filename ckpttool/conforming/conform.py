@@ -28,7 +28,7 @@ from ..core.words import counted
 from ..errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ..mapping.applying import apply
 from ..mapping.rules import MapRules
-from .modules import Module, Places, StateEntry, places_of
+from .modules import Module, Parts, Places, StateEntry, places_of, without_numbers
 from .rules import RuleRow, as_rules, rows
 from .search import BUFFERS, SearchResult, Values, differing, is_shared, search
 
@@ -45,8 +45,15 @@ def require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> 
         return
     for optimizer in optimizers:
         groups = _named(optimizer, floats)
-        if not groups or not all(_is_rising(place[name] for name in group) for group in groups):
-            raise _refused(checkpoint.path, len(floats), is_known=bool(groups))
+        if groups and all(_is_rising(place[name] for name in group) for group in groups):
+            continue
+        what = "its optimizer numbers the parameters in another order than the reference has them"
+        if not groups:
+            what += (
+                f", or only buffers stand in another: nothing says which of {len(floats)} tensors are some"
+            )
+        hint = "key it by names first: ckpttool optimizer IN NAMED --to names; or write the state alone: slim"
+        raise Refused(checkpoint.path, what, hint=hint)
 
 
 def _named(optimizer: Any, floats: Parameters) -> list[Names]:
@@ -68,19 +75,12 @@ def _is_rising(numbers: Iterable[int]) -> bool:
     return listed == sorted(listed)
 
 
-def _refused(path: str, floats: int, *, is_known: bool) -> Refused:
-    what = "its optimizer numbers the parameters in another order than the reference has them"
-    if not is_known:
-        what += f", or only buffers stand in another: nothing says which of {floats} tensors are some"
-    hint = "key it by names first: ckpttool optimizer IN NAMED --to names; or write the state alone: slim"
-    return Refused(path, what, hint=hint)
-
-
 # ---- A checkpoint's tensors under another one's names and in its shapes; refused where it is not certain
 # how.
 
 
 SHOWN = 4  # names or candidates in a message, which counts the rest
+SAME_MODEL = "--check-values is for a reference that holds the same model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,8 @@ def conform(
     if optimizers:
         require_order(changed, state, theirs)
     padded = [name for _, right in found.resized for name in right.names.values()]
-    counters = {name: _zero(path, theirs[name]) for name in found.lacking if name.endswith(COUNTER)}
+    lacking = ((name, theirs[name]) for name in found.lacking if name.endswith(COUNTER))
+    counters = {name: _zeros(path, DTYPES[place.dtype], place.shape or ()) for name, place in lacking}
     taken = {name: reference[name] for name in found.lacking if name in reference and name not in counters}
     more = {**counters, **taken}
     for where in (state, *mapped.also):
@@ -196,8 +197,7 @@ def conform(
     made = changed.state(state).tensors
     compared = {name: tensor for name, tensor in values.items() if name in made and name not in taken}
     if (name := differing(made, compared)) is not None:
-        hint = "--check-values is for a reference that holds the same model"
-        raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=hint)
+        raise CheckFailed(f"{path}: as '{name[:80]}' it has other values than the reference", hint=SAME_MODEL)
     return changed, Conformed(
         table=tuple(table),
         rules=rules,
@@ -271,16 +271,16 @@ def _completed(
             hint = "write the state alone first: ckpttool slim"
             raise Refused(checkpoint.path, f"'{where}' has more rows of '{name[:80]}' than fit", hint=hint)
     padded = {name: _padded(name, state.tensors[name], theirs[name]) for name in resized}
-    return replace_state(checkpoint, state, lambda old: _in_order({**old, **padded, **more}, theirs))
+
+    def in_order(old: dict[Any, Any]) -> dict[Any, Any]:
+        entries = {**old, **padded, **more}
+        return {name: entries[name] for name in theirs if name in entries} | entries
+
+    return replace_state(checkpoint, state, in_order)
 
 
 def _shapes(places: Places) -> dict[str, object]:
     return {name: (place.shape, place.dtype == "") for name, place in places.items()}
-
-
-def _in_order(entries: dict[Any, Any], theirs: Places) -> dict[Any, Any]:
-    """Return entries in the order of the reference, others after them."""
-    return {name: entries[name] for name in theirs if name in entries} | entries
 
 
 def _tie_by_values(
@@ -359,10 +359,9 @@ def _names(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
 
 def _some(names: list[tuple[str, str]]) -> str:
     """Return the first few, with one for each kind of layer."""
-    kinds: dict[str, tuple[str, str]] = {}
+    kinds: dict[Parts, tuple[str, str]] = {}
     for name, shape in names:
-        bare = ".".join("#" if part.isdecimal() else part for part in name.split("."))
-        kinds.setdefault(bare, (name, shape))
+        kinds.setdefault(without_numbers(name.split(".")), (name, shape))
     shown = [f"'{name[:80]}' {shape[:40]}" for name, shape in [*kinds.values()][:SHOWN]]
     return ", ".join(shown) + (", …" if len(kinds) > SHOWN or len(names) > len(kinds) else "")
 
@@ -372,16 +371,13 @@ def require_certain(path: str, found: SearchResult, *, by_values: bool = False) 
     candidates = tuple(dict.fromkeys(_candidates(found)))
     if not candidates:
         return
-    if by_values:
-        what, hint = (
-            "no way gives the reference's values",
-            "--check-values is for a reference that holds the same model",
+    what, hint = "no way gives the reference's values", SAME_MODEL
+    if not by_values:
+        what, either = (
+            "names and shapes allow several ways",
+            "--check-values decides where the reference holds",
         )
-    else:
-        what = "names and shapes allow several ways"
-        hint = (
-            "--check-values decides where the reference holds the same model; else write rules: convert --map"
-        )
+        hint = f"{either} the same model; else write rules: convert --map"
     more = f"; and {len(candidates) - SHOWN} more" if len(candidates) > SHOWN else ""
     listed = "; ".join(candidates[:SHOWN]) + more
     raise Ambiguous(f"{path}: {what}: {listed}", candidates=candidates, hint=hint)
@@ -394,10 +390,7 @@ def _candidates(found: SearchResult) -> Iterator[str]:
         joint = match.joint
         if len(joint.ways) < 2:
             continue
-        bare = [
-            tuple("#" if p.isdecimal() else p for p in unit.first.parts)
-            for unit in (*joint.pieces, joint.whole)
-        ]
+        bare = [without_numbers(unit.first.parts) for unit in (*joint.pieces, joint.whole)]
         if (key := (scope, *bare)) in said:
             continue
         said.add(key)
@@ -439,7 +432,3 @@ def _zeros(path: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
 
     data = Computed.filling(path, prod(shape) * dtype.itemsize, fill)
     return TensorRef.of_bytes(data, dtype, shape)
-
-
-def _zero(path: str, place: StateEntry) -> TensorRef:
-    return _zeros(path, DTYPES[place.dtype], place.shape or ())

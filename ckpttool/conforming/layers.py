@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import takewhile
 
-from .modules import Module, Parts, Sizes, by_numbers, pattern
+from .modules import Module, Parts, Sizes, by_numbers, paired_by_numbers, pattern, without_numbers
 from .ways import Joint, Unit, joint, with_layouts, with_turns
 
 Role = tuple[str, ...]  # the parts that a layer holds: ("q",), or ("q", "k", "v") of a fused one
@@ -235,17 +235,6 @@ class Tangle:
     right: tuple[Unit, ...]
 
 
-@dataclass(slots=True)
-class Solution:
-    """What is known of the layers of two blocks."""
-
-    matches: list[Match] = field(default_factory=list)
-    tangles: list[Tangle] = field(default_factory=list)
-    left: list[Unit] = field(default_factory=list)  # without a counterpart
-    right: list[Unit] = field(default_factory=list)
-    numbered: list[tuple[list[Unit], list[Unit]]] = field(default_factory=list)  # paired by numbers
-
-
 @dataclass(frozen=True, slots=True)
 class Doubts:
     """What names are not believed to say."""
@@ -265,22 +254,22 @@ def solve(left: Sequence[Module], right: Sequence[Module], cut: tuple[int, int],
     sides = [
         [Unit(m.parts[n:], (m,)) for m in modules] for modules, n in zip((left, right), cut, strict=True)
     ]
-    work = _Work(sides[0], sides[1], doubts)
+    work = Solution(sides[0], sides[1], doubts)
     work.run()
     work.left, work.right = families(work.left), families(work.right)
     work.run()
     work.stacked()
     work.left, work.right = alone(work.left), alone(work.right)
     work.tangle()
-    return Solution(work.matches, work.tangles, families(work.left), families(work.right), work.numbered)
+    work.left, work.right = families(work.left), families(work.right)
+    return work
 
 
 def families(units: Iterable[Unit]) -> list[Unit]:
     """Return layers that differ in one number of their names alone as one unit, in its order."""
     groups: dict[tuple[object, ...], list[Unit]] = defaultdict(list)
     for unit in units:
-        bare = tuple("#" if part.isdecimal() else part for part in unit.parts)
-        groups[bare, unit.first.signature].append(unit)
+        groups[without_numbers(unit.parts), unit.first.signature].append(unit)
     made: list[Unit] = []
     for group in groups.values():
         order = by_numbers([unit.parts for unit in group]) if len(group) > 1 else None
@@ -302,19 +291,24 @@ def alone(units: Iterable[Unit]) -> list[Unit]:
     ]
 
 
-class _Work:
-    """The matching of two lists of units, which become shorter."""
+@dataclass(slots=True)
+class Solution:
+    """The layers of two blocks: what is matched, and what has no counterpart so far."""
 
-    def __init__(self, left: list[Unit], right: list[Unit], doubts: Doubts) -> None:
-        self.left, self.right, self.doubts = left, right, doubts
-        self.matches: list[Match] = []
-        self.tangles: list[Tangle] = []
-        self.roles: dict[int, Role] = {}
-        self.numbered: list[tuple[list[Unit], list[Unit]]] = []
+    left: list[Unit]  # without a counterpart
+    right: list[Unit]
+    doubts: Doubts
+    matches: list[Match] = field(default_factory=list)
+    tangles: list[Tangle] = field(default_factory=list)
+    numbered: list[tuple[list[Unit], list[Unit]]] = field(default_factory=list)  # paired by numbers
+    roles: dict[int, Role] = field(default_factory=dict)
 
     def run(self) -> None:
         """Match what can be matched, the certain first."""
-        self.roles = {id(unit): role for side in (self.left, self.right) for unit, role in _with_roles(side)}
+        self.roles = {}
+        for side in (self.left, self.right):
+            found = roles([(unit.first.parts, unit.weight) for unit in side])
+            self.roles.update(zip(map(id, side), found, strict=True))
         self._by(self._names(), "name")
         self._by([[*map(self._role, side)] for side in (self.left, self.right)], "role")
         self._fused(reverse=False)
@@ -460,10 +454,6 @@ def one(left: Unit, right: Unit) -> Joint | None:
     return joint([left], right)
 
 
-def _with_roles(units: Sequence[Unit]) -> Iterator[tuple[Unit, Role]]:
-    return zip(units, roles([(unit.first.parts, unit.weight) for unit in units]), strict=True)
-
-
 def _once(keys: Sequence[tuple[str, ...]], units: Sequence[Unit]) -> dict[tuple[str, ...], Unit]:
     """Return units by their keys, without keys that several have."""
     found: dict[tuple[str, ...], Unit] = {}
@@ -480,7 +470,5 @@ def _paired(left: Sequence[Unit], right: Sequence[Unit]) -> tuple[list[tuple[Uni
         return [], ""
     if len(left) == 1:
         return [(left[0], right[0])], "shape"
-    orders = [by_numbers([unit.parts for unit in side]) for side in (left, right)]
-    if orders[0] is None or orders[1] is None:
-        return [], ""
-    return [(left[a], right[b]) for a, b in zip(*orders, strict=True)], "numbers"
+    pairs = paired_by_numbers([unit.parts for unit in left], [unit.parts for unit in right])
+    return [(left[a], right[b]) for a, b in pairs], "numbers"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -180,6 +180,11 @@ def counted(parts: Parts) -> tuple[int, ...]:
     return tuple(chain.from_iterable(map(_numbers, parts)))
 
 
+def without_numbers(parts: Iterable[str]) -> Parts:
+    """Return a name with # for each part that is a number."""
+    return tuple("#" if part.isdecimal() else part for part in parts)
+
+
 def by_numbers(names: list[Parts]) -> list[int] | None:
     """Return the order of names that differ in one number alone; None where more differs."""
     if len({*map(pattern, names)}) != 1:
@@ -189,6 +194,12 @@ def by_numbers(names: list[Parts]) -> list[int] | None:
     if len(varying) != 1 or len({*varying[0]}) != len(names):
         return None
     return sorted(range(len(names)), key=varying[0].__getitem__)
+
+
+def paired_by_numbers(left: Sequence[Parts], right: Sequence[Parts]) -> list[tuple[int, int]]:
+    """Return the places of names that have the same rank by one number on both sides; [] where none has."""
+    orders = by_numbers([*left]), by_numbers([*right])
+    return [] if orders[0] is None or orders[1] is None else [*zip(orders[0], orders[1], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

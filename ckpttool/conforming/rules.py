@@ -160,8 +160,7 @@ def _rows(
         [*zip(*(numbers[side] for _, numbers in group), strict=True)] for side in range(len(group[0][1]))
     ]
     leading = [column for column in columns[0] if len({*column}) > 1]
-    letters = zip(dict.fromkeys(leading), LETTERS, strict=False)
-    fields = dict(letters)
+    fields = dict(zip(dict.fromkeys(leading), LETTERS, strict=False))
     unknown = [column for side in columns for column in side if len({*column}) > 1 and column not in fields]
     if len(group) > 1 and unknown:  # a number of one side follows from none of the other: cut by it
         parts: dict[int, list[tuple[RuleCase, list[Numbers]]]] = defaultdict(list)
@@ -217,8 +216,7 @@ def _range(column: Sequence[int]) -> str:
 
 def as_rules(found: SearchResult, table: Sequence[RuleRow]) -> MapRules:
     """Return a map that takes the input's tensors to the reference's names."""
-    drops: list[Rule | Drop | Tie] = [Drop(literal(name), computed=True) for name in found.dropped]
+    drops = [Drop(literal(name), computed=True) for name in found.dropped]
     untied = [Tie(literal(name), of=literal(of), adds=False, on="from") for name, of in found.untied]
     ties = [Tie(literal(name), of=literal(of)) for name, of in found.ties]
-    rules: tuple[Rule | Drop | Tie, ...] = (*untied, *drops, *(row.rule for row in table), *ties)
-    return MapRules(rules, rest="refuse")
+    return MapRules((*untied, *drops, *(row.rule for row in table), *ties), rest="refuse")

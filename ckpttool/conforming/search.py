@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 from ..core.checkpoint.state import COUNTER
 from ..core.tensors.ref import TensorRef
@@ -315,7 +315,8 @@ class Values:
         is_split = match.joint.whole in match.left and match.joint.whole not in match.right
         pieces, whole = (self.right, self.left) if is_split else (self.left, self.right)
         kind = _kind(match)
-        for way in [*self.known[kind]] if kind in self.known else _all_ways(match.joint):
+        every = chain.from_iterable(map(match.joint.numbered, match.joint.ways))
+        for way in [*self.known[kind]] if kind in self.known else every:
             if self._fits(match.joint, way, pieces, whole, is_split):
                 yield way
 
@@ -358,11 +359,6 @@ def _kind(match: Match) -> object:
     units = (*match.joint.pieces, match.joint.whole)
     shapes = tuple(tuple(unit.first.signature) for unit in units)
     return tuple(pattern(unit.first.parts) for unit in units), shapes
-
-
-def _all_ways(found: Joint) -> Iterator[Way]:
-    for way in found.ways:
-        yield from found.numbered(way)
 
 
 def _made(steps: tuple[Verb, ...], columns: list[list[TensorRef]]) -> TensorRef | None:

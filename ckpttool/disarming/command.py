@@ -56,15 +56,14 @@ def disarm(job: options.WriteJob) -> None:
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, disarmed = transforms.disarm(checkpoint, state=target.state)
         changed = [{"name": name, "from": was, "to": now} for name, was, now in disarmed.changed]
-        return new, Outcome(
+        done = (
             f"disarmed {counted(len(changed), 'object')}"
             if changed
-            else "found only tensors and plain values",
-            left_out=disarmed.left_out,
-            of_state=False,
-            notes=_notes(job.console, disarmed),
-            fields={"changed": changed},
+            else "found only tensors and plain values"
         )
+        outcome = Outcome(done, left_out=disarmed.left_out, of_state=False, fields={"changed": changed})
+        outcome.notes = _notes(job.console, disarmed)
+        return new, outcome
 
     rewrite(job, transform, to=torch_zip.NAME, state=None)
 

@@ -13,19 +13,8 @@ from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.dotted_names import MAX_NAMES, Path, dotted
 from ..core.checkpoint.pickled_modules import BadModules, is_module, named, own_attributes
 from ..core.checkpoint.special_tensors import SpecialTensor, require_plain, special_tensor
-from ..core.inert_pickle import known_names, values
+from ..core.inert_pickle import known_names, plain_objects, values
 from ..core.inert_pickle.known_names import is_value, wraps
-from ..core.inert_pickle.plain_objects import (
-    NoText,
-    PickledArray,
-    array_of,
-    attributes_of,
-    described,
-    scalar_of,
-    scalar_type,
-    settings_of,
-    text_of,
-)
 from ..core.inert_pickle.values import Global, OrderedDict_, Record, in_brief, tensor_of
 from ..core.tensors.ref import TensorRef
 from ..errors import CkptToolError, Refused, Unsupported
@@ -239,11 +228,11 @@ class _Disarmer:
             return None
         if is_value(value):
             return value
-        if (number := scalar_of(value)) is not None:
+        if (number := plain_objects.scalar_of(value)) is not None:
             parts = number if isinstance(number, tuple) else None
-            self.note(path, scalar_type(value), "complex" if parts else type(number).__name__)
+            self.note(path, plain_objects.scalar_type(value), "complex" if parts else type(number).__name__)
             return Record("reduce", Global("builtins", "complex"), parts) if parts else number
-        if (text := text_of(value)) is not None:
+        if (text := plain_objects.text_of(value)) is not None:
             self.note(path, value.type_name, "text")
             return text
         return self.other(value, path)
@@ -259,7 +248,7 @@ class _Disarmer:
         return known_names.wrapped(plain, wrapping.requires_grad, attributes)
 
     def other(self, value: Record, path: Path) -> object:
-        array, attributes = array_of(value), attributes_of(value)
+        array, attributes = plain_objects.array_of(value), plain_objects.attributes_of(value)
         state = made = None
         with suppress(BadModules):
             state = [*named(value)] if is_module(value) else None
@@ -273,17 +262,17 @@ class _Disarmer:
             self.note(path, "numpy.ndarray", "list" if isinstance(made, list) else "tensor")
             return made
         if isinstance(attributes, list):
-            self.leave_out(path, settings_of(value))
+            self.leave_out(path, plain_objects.settings_of(value))
             self.note(path, value.type_name, "list")
             return self.items(attributes, value, path)
         if attributes is not None and not (self.apart and _may_be_state(value, attributes)):
-            self.leave_out(path, settings_of(value))
+            self.leave_out(path, plain_objects.settings_of(value))
             self.note(path, value.type_name, "dict")
             return self.fill({}, attributes.items(), value, path)
         self.note(path, value.type_name, "record")
         return self.fill({}, self.parts(value), value, path)
 
-    def array(self, array: PickledArray, path: Path) -> object:
+    def array(self, array: plain_objects.PickledArray, path: Path) -> object:
         tensor = None if self.apart else array.tensor(self.checkpoint.path)
         return tensor or array.nested(lambda item: self.value(item, path))
 
@@ -320,11 +309,11 @@ class _Disarmer:
             return tuple(self.key(item, path) for item in key)
         if not isinstance(key, Record) or tensor_of(key) is not None or is_value(key):
             return self.value(key, path)
-        number = scalar_of(key)
-        plain = number if isinstance(number, int | float | str | bytes) else text_of(key)
+        number = plain_objects.scalar_of(key)
+        plain = number if isinstance(number, int | float | str | bytes) else plain_objects.text_of(key)
         try:
-            plain = described(key) if plain is None else plain
-        except NoText as why:
+            plain = plain_objects.described(key) if plain is None else plain
+        except plain_objects.NoText as why:
             what = f"is a key or an item of a set that can't become text: it holds {why}"
             raise self.refusal(path, what) from None
         self.note(path, key.type_name, type(plain).__name__)
@@ -333,7 +322,9 @@ class _Disarmer:
 
 def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
-    held = (isinstance(part, TensorRef) or array_of(part) is not None for part in values.walk(value))
+    held = (
+        isinstance(part, TensorRef) or plain_objects.array_of(part) is not None for part in values.walk(value)
+    )
     return not attributes or any(held)
 
 

@@ -16,14 +16,7 @@ from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.dotted_names import leave_out
-from ..core.checkpoint.optimizer_names import (
-    Owners,
-    ParameterSource,
-    Undecided,
-    place_of,
-    with_copies,
-    with_states,
-)
+from ..core.checkpoint.optimizer_names import ParameterSource, Undecided, place_of, with_copies, with_states
 from ..core.checkpoint.optimizer_view import BadOptimizer, OptimizerGroups, OptimizerParameter, OptimizerView
 from ..core.checkpoint.packed import require_unpacked
 from ..core.checkpoint.prefixes import found_prefixes
@@ -185,11 +178,7 @@ class _Following:
 
 def _is_single(value: object, tensor: TensorRef | None) -> bool:
     """Return whether a value is one number, or says something else that is not in the parameter's shape."""
-    return (
-        tensor.numel == 1
-        if tensor is not None
-        else value is None or isinstance(value, bool | int | float | str)
-    )
+    return tensor.numel == 1 if tensor is not None else isinstance(value, bool | int | float | str | None)
 
 
 def _all_same(values: Sequence[object]) -> bool:
@@ -240,11 +229,6 @@ def path_of(name: str) -> str:
 def named(name: str) -> MapRules:
     """Return the map of a name. Raises UsageFault for a name that there is none of."""
     return replace(rule_file.read(path_of(name)), name=name)
-
-
-def rules_of(said: str) -> MapRules:
-    """Return the rules that `--map` names: a rule file by its path, which ends in `.toml`, or a map."""
-    return rule_file.read(said) if said.endswith(ENDING) else named(said)
 
 
 # ---- Rules applied to a checkpoint: its state, copies of it, and what optimizers keep of its parameters.
@@ -312,12 +296,8 @@ def apply(
     mappings = [StateMapping(checkpoint.path, targets[0], rules, config or {})]
     mappings += [_of_copy(checkpoint.path, copy, targets[0], rules, config or {}) for copy in targets[1:]]
     first, *copies = mappings
-
-    def follow(optimizer: dict[Any, Any], _: Owners) -> dict[Any, Any]:
-        return followed(checkpoint, optimizer, first, state)
-
     new = [(each.state, each.container()) for each in mappings]
-    follows = follow if optimizers else None
+    follows = (lambda optimizer, _: followed(checkpoint, optimizer, first, state)) if optimizers else None
     changed = with_states(checkpoint, new, first.moved, follows, numbers=not first.only_renames)
     for each in mappings:
         require_unpacked(checkpoint, each.state, names=each.made_anew)
@@ -369,7 +349,7 @@ def apply_map(
         ...     sorted(changed.state())[-2:]
         ['linear.bias', 'linear.weight']
     """
-    one_way = rules_of(rules)
+    one_way = rule_file.read(rules) if rules.endswith(ENDING) else named(rules)
     found = one_way.inverse() if inverse else one_way
     settings = config_of(checkpoint, config)
     try:

@@ -129,12 +129,9 @@ def convert_layout(
     from . import layout
 
     state = conversion.target.state
-    if permute:
-        changed = layout.permute(conversion.checkpoint, permute, state=state)
-        _take(conversion, *changed, "tensor", "permuted")
-    if reshape:
-        changed = layout.reshape(conversion.checkpoint, reshape, state=state)
-        _take(conversion, *changed, "tensor", "reshaped")
+    for change, rules, done in ((layout.permute, permute, "permuted"), (layout.reshape, reshape, "reshaped")):
+        if rules:
+            _take(conversion, *change(conversion.checkpoint, rules, state=state), "tensor", done)
     if tie:
         conversion.checkpoint = layout.tie(conversion.checkpoint, tie, state=state)
         conversion.outcome.done += f", {counted(len(tie), 'name')} tied"
@@ -153,9 +150,8 @@ def convert_complex(conversion: Conversion, complex_: str | None) -> None:
         return
     from . import layout
 
-    change, done = {"split": (layout.split_complex, "split"), "join": (layout.join_complex, "joined")}[
-        complex_
-    ]
+    split, join = (layout.split_complex, "split"), (layout.join_complex, "joined")
+    change, done = split if complex_ == "split" else join
     changed = change(conversion.checkpoint, state=conversion.target.state)
     _take(conversion, *changed, "complex tensor", done)
 

@@ -39,21 +39,7 @@ from typing import Any
 from ..core.remote.places import open_source_at
 from ..errors import Damaged, UsageFault
 from .rules import RESTS, TEXTS, Drop, MapRules, Rule, Tie, ValueCount, templates
-from .verbs import (
-    WRITTEN,
-    Cast,
-    Concat,
-    CutAxis,
-    Number,
-    PermuteHeads,
-    Reshape,
-    Scaling,
-    Stack,
-    Transpose,
-    Unstack,
-    Verb,
-    parsed,
-)
+from .verbs import VERBS, WRITTEN, Number, Verb, parsed
 from .verbs import text as toml
 
 MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
@@ -69,12 +55,6 @@ OF_RULES = {
     "tie": {"tie", "of", "on", "when"},
     "untie": {"untie", "of", "on", "when"},
 }
-
-VERBS: dict[str, type[Verb]] = {
-    step.verb: step
-    for step in (Concat, CutAxis, Stack, Unstack, Transpose, PermuteHeads, Reshape, Scaling, Cast)
-}
-
 
 READ = {written: name for name, written in WRITTEN.items()}
 

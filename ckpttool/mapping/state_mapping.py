@@ -17,7 +17,7 @@ from ..core.tensors.ref import TensorRef
 from ..core.tensors.values import same_values
 from ..errors import Collision, Refused, UsageFault
 from .rules import Drop, MapRules, NameTemplate, Rule, Side, Tie, ValueCount, templates
-from .verbs import Bundle, Index, RuleContext, Unknown, VerbMisfit, first_known
+from .verbs import Bundle, Index, RuleContext, Unknown, VerbMisfit, entry_of, first_known
 
 FEW = 6  # names that a message lists
 
@@ -333,7 +333,8 @@ class StateMapping:
     def _tied(self, values: Container, side: Side) -> Container:
         """Return a dict of one side with the ties that the rules add there, and without those they take."""
         for tie in (rule for rule in self.rules.rules if isinstance(rule, Tie) and rule.on == side):
-            if not (not tie.when or _is_set(self.config, tie.when)) or (tie.name in values) is tie.adds:
+            holds = not tie.when or entry_of(self.config, tie.when) is True
+            if not holds or (tie.name in values) is tie.adds:
                 continue
             if tie.of not in values:
                 raise Refused(self.path, f"has no '{tie.of}', which {tie} needs")
@@ -353,11 +354,3 @@ class StateMapping:
             raise Refused(
                 self.path, f"{what}: {tie}", hint="a rule for it keeps it, and so does another config"
             )
-
-
-def _is_set(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether an entry of a config, dotted where it is inside another, is true."""
-    value: Any = config
-    for step in name.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return value is True

@@ -104,7 +104,10 @@ def _value(node: ast.expr, whole: str, known: Mapping[str, Any]) -> int:
     if isinstance(node, ast.UnaryOp):
         return -_value(node.operand, whole, known)
     if not isinstance(node, ast.BinOp):
-        return _named(ast.unparse(node), known)
+        name = ast.unparse(node)
+        if type(value := entry_of(known, name)) is not int:
+            raise Unknown(name)
+        return value
     left, right = (_value(side, whole, known) for side in (node.left, node.right))
     if isinstance(node.op, ast.FloorDiv):
         if not right or left % right:
@@ -116,13 +119,11 @@ def _value(node: ast.expr, whole: str, known: Mapping[str, Any]) -> int:
     return result
 
 
-def _named(name: str, known: Mapping[str, Any]) -> int:
-    """Return an entry by its name, dotted where it is inside another."""
-    value: Any = known
+def entry_of(config: Mapping[str, Any], name: str) -> Any:
+    """Return an entry of a config by its name, which is dotted inside another entry; None without one."""
+    value: Any = config
     for step in name.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
-    if type(value) is not int:
-        raise Unknown(name)
     return value
 
 
@@ -241,10 +242,8 @@ def concatenated(tensors: Sequence[TensorRef], axis: int, sizes: Sequence[int] |
     if there != wanted:
         why = f"{wanted}" if sizes is not None else "one size: other sizes are given as `sizes`"
         raise VerbMisfit(f"has sizes {there} along axis {axis}, not {why}")
-    starts = [0, *accumulate(there)]
-    begins = [tuple(start if each == axis else 0 for each in range(len(first.shape))) for start in starts]
-    shape = (*first.shape[:axis], starts[-1], *first.shape[axis + 1 :])
-    return _joined([*zip(begins, tensors, strict=False)], shape)
+    *starts, length = accumulate(there, initial=0)
+    return _joined(tensors, axis, starts, length)
 
 
 def stacked(tensors: Sequence[TensorRef], axis: int) -> TensorRef:
@@ -256,12 +255,7 @@ def stacked(tensors: Sequence[TensorRef], axis: int) -> TensorRef:
         shape, stride = ((*sizes[:axis], 1, *sizes[axis:]) for sizes in (tensor.shape, tensor.stride))
         return replace(tensor, shape=shape, stride=stride)
 
-    parts = [with_axis(tensor) for tensor in tensors]
-    shape = (*parts[0].shape[:axis], len(parts), *parts[0].shape[axis + 1 :])
-    begins = (
-        tuple(place if each == axis else 0 for each in range(len(shape))) for place in range(len(parts))
-    )
-    return _joined([*zip(begins, parts, strict=True)], shape)
+    return _joined([with_axis(tensor) for tensor in tensors], axis, range(len(tensors)), len(tensors))
 
 
 def _require_alike(tensors: Sequence[TensorRef], but: int | None) -> None:
@@ -274,13 +268,16 @@ def _require_alike(tensors: Sequence[TensorRef], but: int | None) -> None:
             raise VerbMisfit(f"has shapes {list(first.shape)} and {list(tensor.shape)}, which are not joined")
 
 
-def _joined(boxes: Sequence[tuple[Sizes, TensorRef]], shape: Sizes) -> TensorRef:
+def _joined(tensors: Sequence[TensorRef], axis: int, starts: Sequence[int], length: int) -> TensorRef:
+    """Return tensors as parts of one of this length along an axis, on which each has its start."""
+    first = tensors[0]
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
     if len(shape) > MAX_AXES:
         raise VerbMisfit(f"would have {len(shape)} axes, and torch has at most {MAX_AXES}")
-    first = boxes[0][1]
-    for _, tensor in boxes:
+    parts = []
+    for start, tensor in zip(starts, tensors, strict=True):
         require_bounded("a tensor of a rule", tensor)
-    parts = [TensorPart(begin, tensor) for begin, tensor in boxes]
+        parts.append(TensorPart(tuple(start * (each == axis) for each in range(len(shape))), tensor))
     whole = assembled("a tensor of a rule", first.storage.data.path, first.dtype, shape, parts)
     return replace(whole, storage=replace(whole.storage, location=first.storage.location))
 
@@ -361,6 +358,10 @@ class Verb:
     own: ClassVar[str]  # the field that the verb's value in a rule file gives
     follows: ClassVar[bool] = True  # what an optimizer keeps of a parameter can be taken the same way
 
+    def __init_subclass__(cls, verb: str = "", own: str = "", follows: bool = True) -> None:
+        if verb:  # dataclass() makes each class once more, with slots, and without these words
+            cls.verb, cls.own, cls.follows = verb, own, follows
+
     def apply(self, bundle: Bundle, context: RuleContext) -> Bundle:
         """Return the tensors after this step, unread. Raises VerbMisfit where they do not fit it."""
         made = {at: self.made_of(those, context) for at, those in bundle.tensors.items()}
@@ -402,11 +403,9 @@ class OnEach(Verb):
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose(OnEach):
+class Transpose(OnEach, verb="transpose", own="axes"):
     """Axes in another order, as `torch.permute` has them."""
 
-    verb: ClassVar[str] = "transpose"
-    own: ClassVar[str] = "axes"
     axes: Sizes = (1, 0)
 
     def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
@@ -417,11 +416,9 @@ class Transpose(OnEach):
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape(OnEach):
+class Reshape(OnEach, verb="reshape", own="shape"):
     """The same elements in another shape; the inverse needs `before`."""
 
-    verb: ClassVar[str] = "reshape"
-    own: ClassVar[str] = "shape"
     shape: tuple[Number, ...] = ()
     before: tuple[Number, ...] = ()
 
@@ -444,14 +441,12 @@ def _fits(wanted: Sizes, shape: Sizes) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PermuteHeads(OnEach):
+class PermuteHeads(OnEach, verb="permute-heads", own="heads"):
     """The rows of each head in the order of another rotary embedding: in "halves", or in "pairs".
 
     `size` are the rows of a head, which a wrong number of heads does not fit.
     """
 
-    verb: ClassVar[str] = "permute-heads"
-    own: ClassVar[str] = "heads"
     heads: Number = 1
     to: str = ""
     axis: int = 0
@@ -474,12 +469,9 @@ class PermuteHeads(OnEach):
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling(OnEach):
+class Scaling(OnEach, verb="scale", own="by", follows=False):
     """Each element times a number, rounded once."""
 
-    verb: ClassVar[str] = "scale"
-    own: ClassVar[str] = "by"
-    follows: ClassVar[bool] = False
     by: float = 1.0
 
     def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
@@ -487,12 +479,9 @@ class Scaling(OnEach):
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(OnEach):
+class Cast(OnEach, verb="cast", own="to", follows=False):
     """Another element type."""
 
-    verb: ClassVar[str] = "cast"
-    own: ClassVar[str] = "to"
-    follows: ClassVar[bool] = False
     to: str = "float32"
 
     def __post_init__(self) -> None:
@@ -505,11 +494,9 @@ class Cast(OnEach):
 
 
 @dataclass(frozen=True, slots=True)
-class Concat(Verb):
+class Concat(Verb, verb="concat", own="axis"):
     """The tensors of all templates joined along an axis, of these `sizes` there, or all of one size."""
 
-    verb: ClassVar[str] = "concat"
-    own: ClassVar[str] = "axis"
     axis: int = 0
     sizes: tuple[Number, ...] = ()
 
@@ -521,11 +508,9 @@ class Concat(Verb):
 
 
 @dataclass(frozen=True, slots=True)
-class CutAxis(Verb):
+class CutAxis(Verb, verb="split", own="axis"):
     """One tensor cut along an axis, in these `sizes`, or in equal ones: a tensor for each template."""
 
-    verb: ClassVar[str] = "split"
-    own: ClassVar[str] = "axis"
     axis: int = 0
     sizes: tuple[Number, ...] = ()
 
@@ -539,11 +524,9 @@ class CutAxis(Verb):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(Verb):
+class Stack(Verb, verb="stack", own="field"):
     """The tensors of all values of a placeholder along a new axis, in the order of its numbers."""
 
-    verb: ClassVar[str] = "stack"
-    own: ClassVar[str] = "field"
     field: str = ""
     axis: int = 0
 
@@ -565,11 +548,9 @@ class Stack(Verb):
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack(Verb):
+class Unstack(Verb, verb="unstack", own="field"):
     """A tensor for each place along an axis, which a placeholder numbers from 0."""
 
-    verb: ClassVar[str] = "unstack"
-    own: ClassVar[str] = "field"
     field: str = ""
     axis: int = 0
 
@@ -584,6 +565,12 @@ class Unstack(Verb):
 
     def inverse(self) -> Verb:
         return Stack(self.field, self.axis)
+
+
+VERBS: dict[str, type[Verb]] = {
+    step.verb: step
+    for step in (Concat, CutAxis, Stack, Unstack, Transpose, PermuteHeads, Reshape, Scaling, Cast)
+}
 
 
 def _plain(value: object) -> object:

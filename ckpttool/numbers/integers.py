@@ -18,19 +18,7 @@ from ..core.checkpoint.special_tensors import shape_of
 from ..core.lazy import NDArray, np
 from ..core.tensors.ref import DTYPES, DType, TensorRef, extent, numpy_type
 from ..errors import Unsupported
-from .formula import (
-    HIGH_FIRST,
-    Field,
-    Formula,
-    Grid,
-    Integers,
-    Packing,
-    Sizes,
-    Table,
-    elements,
-    numbers,
-    packed,
-)
+from .formula import Field, Formula, Grid, Integers, Packing, Sizes, Table, elements, numbers, packed
 from .settings import Group, PackedParts, shown
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -304,7 +292,8 @@ def scaled(parts: PackedParts, scale: str) -> Group:
         zero = grid_over(parts, name, weight.shape)[0]
     formula = Formula(elements(weight), levels_of(weight.dtype), (grid,), zero)
     dtype = given.dtype if given.dtype.name in ("bfloat16", "float16") else parts.settings.dtype
-    return parts.group(parts.lead, f"{_called(weight.dtype)}, {words}", dtype, weight.shape, formula)
+    kind = weight.dtype.name.replace("float8_e4m3fn", "fp8").replace("float8_", "fp8 ")
+    return parts.group(parts.lead, f"{kind}, {words}", dtype, weight.shape, formula)
 
 
 def levels_of(dtype: DType) -> Integers | Table:
@@ -312,10 +301,6 @@ def levels_of(dtype: DType) -> Integers | Table:
     if dtype.name == "int8":
         return Integers()
     return Table(np.arange(256, dtype=np.uint8).view(numpy_type(dtype)).astype("<f4"))
-
-
-def _called(dtype: DType) -> str:
-    return {"int8": "int8", "float8_e4m3fn": "fp8"}.get(dtype.name, dtype.name.replace("float8_", "fp8 "))
 
 
 def grid_over(parts: PackedParts, name: str, shape: Sizes) -> tuple[Grid, str]:
@@ -360,7 +345,8 @@ def _blocks(parts: PackedParts, shape: Sizes, scales: Sizes, cut: list[int]) -> 
     if cut == [last]:
         is_block = last > 0 and scales[last - 1] == 1 != shape[last - 1]  # not groups of each row
         return {last: _group_size(parts, shape[last], scales[last], is_block)}
-    return dict(zip((last - 1, last), _block_sizes(parts), strict=True)) if cut else {}
+    sizes = next(_pairs(parts), (USUAL_BLOCK, USUAL_BLOCK))
+    return dict(zip((last - 1, last), sizes, strict=True)) if cut else {}
 
 
 def _group_size(parts: PackedParts, size: int, groups: int, is_block: bool) -> int:
@@ -377,10 +363,6 @@ def _group_size(parts: PackedParts, size: int, groups: int, is_block: bool) -> i
     if size % groups:
         raise parts.refused(f"{groups} groups don't divide a row of {size}")
     return size // groups
-
-
-def _block_sizes(parts: PackedParts) -> Sizes:
-    return next(_pairs(parts), (USUAL_BLOCK, USUAL_BLOCK))
 
 
 def _pairs(parts: PackedParts) -> Iterator[Sizes]:
@@ -406,11 +388,8 @@ def by_largest(parts: PackedParts, name: str) -> Group:
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
     parts.of(name, "float", weight.shape[:1])
     if form := parts.find(f"{parts.lead}_format"):
-        code = (
-            bytes(elements(form).read((0,) * len(form.shape), form.shape).tobytes())
-            if form.numel == 1
-            else b"?"
-        )
+        read = elements(form).read
+        code = read((0,) * len(form.shape), form.shape).tobytes() if form.numel == 1 else b"?"
         parts.require(not code.strip(b"\0"), parts.lead, "is tiled for another kind of GPU, not in rows")
     grid = grid_over(parts, name, weight.shape)[0]
     formula = Formula(elements(weight), Integers(), (grid, BY_127))
@@ -439,7 +418,7 @@ def of_state(parts: PackedParts, name: str) -> Group:
     count = extent(shape) if 0 not in shape else 0
     fits = weight.is_stretch and weight.nbytes == -(-count // 2)
     parts.require(fits, name, f"has {weight.nbytes} bytes for {count} numbers")
-    codes = packed(elements(_in_bytes(weight)), Packing(4, 0, order=HIGH_FIRST), count)
+    codes = packed(elements(_in_bytes(weight)), Packing(4, 0, order=(1, 0)), count)
     levels = _table(parts, f"{name}.quant_map", 16)
     if kind == "FP4":  # whose code has a negative zero that its table lacks
         levels[8:] = -abs(levels[8:])

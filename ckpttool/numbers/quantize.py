@@ -99,13 +99,9 @@ def dequantize(
             new, report = cast(new, dtype, state=state)
             reports.append(report)
     schemes = Counter(group.scheme for group in found.groups)
-    schemes.update(
-        {
-            kind: count
-            for kind, count in checkpoint.packed.items()
-            if kind in need("gguf.reading").PACKED_NAMES
-        }
-    )
+    if checkpoint.packed:
+        known = need("gguf.reading").PACKED_NAMES
+        schemes.update({kind: count for kind, count in checkpoint.packed.items() if kind in known})
     return new, Dequantized(schemes, found.unused, found.settings.path, CastReports(reports=reports))
 
 
@@ -320,9 +316,8 @@ class _Matrix:
 
     def _fill(self, start: int, out: memoryview) -> None:
         scales = self._scales
-        field = Field(
-            self.shape, lambda begin, size: scales[_box(begin, size)], (self.tensor.storage,), FLOAT
-        )
+        origins = (self.tensor.storage,)
+        field = Field(self.shape, lambda begin, size: scales[_box(begin, size)], origins, FLOAT)
         grid = Grid(self.name, field, self.block)
         codes, levels = np.frombuffer(out, np.uint8), levels_of(FP8)
         for begin, size in boxes_in(self.tensor.shape, start, len(codes), PIECE):

@@ -12,7 +12,6 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -55,8 +54,9 @@ class Subclass:
     dtype: DType | None
     keys: tuple[str, ...]
 
-    def group(self, path: str) -> Group:
+    def group(self, around: PackedParts) -> Group:
         """Return it as a group. Raises Refused where its parts don't fit, Unsupported for other classes."""
+        path = around.path
         beside = {f"{self.name}_{name}": tensor for name, tensor in self.tensors.items()}
         data = beside.pop(f"{self.name}_qdata", None)
         if (whole := beside.pop(f"{self.name}_per_tensor_scale", None)) is not None:
@@ -148,17 +148,8 @@ def _json(text: str | None) -> object:
 
 # Methods whose tensors are known here; a checkpoint of another is named as what it is.
 KNOWN = {
-    *(
-        "",
-        "fp8",
-        "fbgemm_fp8",
-        "compressed-tensors",
-        "compressed_tensors",
-        "modelopt",
-        "modelopt_fp4",
-        "mxfp4",
-    ),
-    *("awq", "bitsandbytes", "torchao", "deepspeedfp", "quark", "mxfp8", *integers.OF_GPTQ),
+    *("", "fp8", "fbgemm_fp8", "compressed-tensors", "compressed_tensors", "modelopt", "modelopt_fp4"),
+    *("mxfp4", "awq", "bitsandbytes", "torchao", "deepspeedfp", "quark", "mxfp8", *integers.OF_GPTQ),
 }
 # Layouts of compressed-tensors whose tensors are known here.
 FORMATS = {
@@ -231,7 +222,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> PackedState:
     apart = {each.keys[0]: each for each in subclasses(state, checkpoint.metadata)}
     used = {key for each in apart.values() for key in each.keys}
     makers = {lead: make for lead, make in _leads(tensors) if lead not in used}
-    makers |= {lead: partial(_of_torchao, each) for lead, each in apart.items()}
+    makers |= {lead: each.group for lead, each in apart.items()}
     parts = {name for name in tensors if name.endswith(PARTS) or integers.STATE in name}
     bare = {name: tensor.dtype.name for name, tensor in tensors.items() if "float8" in tensor.dtype.name}
     if not makers and not parts:
@@ -297,10 +288,6 @@ def _made(make: Make, parts: PackedParts) -> Group | CkptToolError:
         return make(parts)
     except CkptToolError as fault:
         return fault
-
-
-def _of_torchao(tensor: Subclass, parts: PackedParts) -> Group:
-    return tensor.group(parts.path)
 
 
 def unknown(path: str, settings: QuantizationSettings) -> Iterator[Unsupported]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ..core.cli import options
-from ..core.cli.console import Console, counted, printable, show_bytes
+from ..core.cli.console import counted, printable, show_bytes
 from ..core.cli.reading import fields_of
 from ..core.cli.rewriting import WRITTEN, Change, Outcome, Target, rewrite, rewritten
 from ..core.cli.schemas import Fields, fields_like
@@ -17,7 +16,7 @@ from ..errors import UsageFault
 
 if TYPE_CHECKING:
     from ..core.checkpoint.checkpoint import Checkpoint
-    from .slimming import Slimmed, SlimmedRun
+    from .slimming import Slimmed
 
 
 def _printed() -> list[Fields]:
@@ -73,12 +72,11 @@ def slim(
 
 def _to_output(job: options.WriteJob, model: str | None) -> None:
     from ..core.checkpoint import selection
-    from ..core.checkpoint.selection import with_names
 
     parameters = next(iter(options.added({"model": model})), None)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        named = with_names(checkpoint, target.state, parameters) if parameters else None
+        named = selection.with_names(checkpoint, target.state, parameters) if parameters else None
         if named is not None:
             count = counted(len(named.checkpoint.state("").tensors), "tensor")
             done = f"named {count} by {model}"
@@ -97,16 +95,10 @@ def _require_sense(job: options.WriteJob, model: str | None, keep_newest: int | 
         raise UsageFault(f"--in-place: writes no OUTPUT, and {job.output} was given", hint=hint)
     if keep_newest is None:
         raise UsageFault("--in-place: how many checkpoints are to stay?", hint="say it: --keep-newest N")
-    given: Mapping[str, Any] = {
-        "--model": model,
-        "--state": job.state,
-        "--shard-size": job.shard_size,
-        "--device": job.device,
-        "--companions": job.companions,
-        "--resume": job.resume,
-    }
-    for flag, value in given.items():
+    names = "state", "shard_size", "device", "companions", "resume"
+    for name, value in (("model", model), *((name, getattr(job, name)) for name in names)):
         if value:
+            flag = f"--{name.replace('_', '-')}"
             raise UsageFault(f"{flag}: has no effect with --in-place", hint="leave it out")
 
 
@@ -124,7 +116,9 @@ def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...]) ->
             **bar.calls,
         )
     seconds = time.perf_counter() - started
-    _note_kept(console, run)
+    for file in run.kept:
+        if file.is_checkpoint or console.verbose:
+            console.note(f"stays: {_shown(file)} {printable(file.why)}")
     left_out = dict.fromkeys(name for file in run.slimmed for name in file.left_out)
     console.note_names("left out" if not job.dry_run else "would be left out", [*left_out])
     done = "would have slimmed" if job.dry_run else "slimmed"
@@ -139,13 +133,6 @@ def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...]) ->
     if job.dry_run:
         data["dry_run"] = True
     console.result("\n".join([console.sentence(line), *table]), data)
-
-
-def _note_kept(console: Console, run: SlimmedRun) -> None:
-    """Say which checkpoints stay, and why; with -v of every file."""
-    for file in run.kept:
-        if file.is_checkpoint or console.verbose:
-            console.note(f"stays: {_shown(file)} {printable(file.why)}")
 
 
 def _shown(file: Slimmed) -> str:
