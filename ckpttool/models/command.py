@@ -16,7 +16,6 @@ from ..core.cli.console import Console, printable, show_bytes, stdout_kept_for_r
 from ..core.cli.failure import mismatch_fields
 from ..core.cli.reading import fields_of, note_fields, note_state, open_file
 from ..core.cli.schemas import KEYS, Fields, fields_like
-from ..errors import Mismatch
 
 if TYPE_CHECKING:
     from ..core.checkpoint.selection import Parameters
@@ -79,9 +78,7 @@ def _fields(diagnosis: Diagnosis) -> dict[str, object]:
         | ({"command": problem.command} if problem.command else {})
         for problem in diagnosis.problems
     ]
-    fit = diagnosis.fit
-    differ = Mismatch("", missing=fit.missing, unexpected=fit.unexpected, mismatched=fit.mismatched)
-    return {**fields_of(diagnosis), "problems": problems, **mismatch_fields(differ)}
+    return {**fields_of(diagnosis), "problems": problems, **mismatch_fields(diagnosis.fit.error(""))}
 
 
 def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
@@ -110,14 +107,8 @@ def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
 def _comment(text: str) -> list[str]:
     """Return text as comment lines, no wider than the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
-    return wrap(
-        printable(text),
-        width,
-        initial_indent="# ",
-        subsequent_indent="#   ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return wrap(printable(text), width, initial_indent="# ", subsequent_indent="#   ", **whole)
 
 
 def _reload_printed() -> Fields:

@@ -41,23 +41,17 @@ def _by(
     checkpoint: Checkpoint, rules: MapRules, flags: tuple[str, ...], config: Callable[[], Mapping[str, Any]]
 ) -> Iterator[Remedy]:
     """Yield a map as it is, then after what its optimizers need."""
+
+    def changed(of: Checkpoint, before: Remedy | None = None) -> Checkpoint:
+        return apply(before.apply(of) if before else of, rules, config=config())[0]
+
     with suppress(CkptToolError):
         apply(checkpoint, rules, config=config(), optimizers=False)  # else none of them works
         message = f"the file has the names and layout of {rules.start}, the model those of {rules.end}"
-        by = Remedy(
-            "map", message, ("convert", "--map", rules.name, *flags), partial(_changed, rules, config)
-        )
+        by = Remedy("map", message, ("convert", "--map", rules.name, *flags), changed)
         yield by
         for step in _for_optimizers(checkpoint):
-            yield _preceded(by, step)
-
-
-def _preceded(by: Remedy, step: Remedy) -> Remedy:
-    return replace(by, first=(step,), apply=lambda checkpoint: by.apply(step.apply(checkpoint)))
-
-
-def _changed(rules: MapRules, config: Callable[[], Mapping[str, Any]], checkpoint: Checkpoint) -> Checkpoint:
-    return apply(checkpoint, rules, config=config())[0]
+            yield replace(by, first=(step,), apply=partial(changed, before=step))
 
 
 def _for_optimizers(checkpoint: Checkpoint) -> Iterator[Remedy]:

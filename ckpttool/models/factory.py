@@ -80,29 +80,32 @@ def _arguments(call: str) -> dict[str, object]:
 
 def function(spec: str) -> Callable[..., Any]:
     """Return what a SPEC names, to be called with arguments of the caller's; those of the SPEC are added."""
-    where, name, given = parse(spec)
-    with _importable(_folder(where)):
-        found = _find(spec, where, name)
+    found, given = _located(spec)
     return functools.partial(found, **given) if given else found
 
 
 def arguments(spec: str) -> tuple[dict[str, object], bool]:
     """Return the keyword arguments that the factory of a SPEC gets, and whether it takes any other too."""
-    where, name, given = parse(spec)
-    with _importable(_folder(where)):
-        parameters = inspect.signature(_find(spec, where, name)).parameters.values()
+    factory, given = _located(spec)
+    parameters = inspect.signature(factory).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return {**defaults, **given}, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def takes(spec: str) -> Callable[[str], bool]:
     """Return whether the factory of a SPEC takes an argument of a name, and the SPEC does not give it."""
-    where, name, given = parse(spec)
-    with _importable(_folder(where)):
-        parameters = _parameters(_find(spec, where, name))
+    factory, given = _located(spec)
+    parameters = _parameters(factory)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return lambda argument: argument not in given and (takes_any or argument in names)
+
+
+def _located(spec: str) -> tuple[Callable[..., Any], dict[str, object]]:
+    """Return what a SPEC names, and its arguments."""
+    where, name, given = parse(spec)
+    with _importable(_folder(where)):
+        return _find(spec, where, name), given
 
 
 def respelled(spec: str, changes: Mapping[str, object]) -> str:

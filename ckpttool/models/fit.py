@@ -7,19 +7,17 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..conforming.modules import Blueprint, StateEntry
 from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.checkpoint.optimizer_names import without_prefix
-from ..core.checkpoint.optimizer_view import BadOptimizer, OptimizerGroups, OptimizerParameter, OptimizerView
+from ..core.checkpoint.optimizer_view import BadOptimizer, OptimizerGroups, OptimizerView
 from ..core.checkpoint.special_tensors import UNINITIALISED, SpecialTensor
 from ..core.checkpoint.state import COUNTER, State
 from ..core.tensors.ref import TensorRef
 from ..core.words import counted, in_short
-
-if TYPE_CHECKING:
-    pass
+from ..errors import Mismatch
 
 
 def command_line(words: Iterable[str]) -> str:
@@ -57,16 +55,6 @@ def numbers(names: Iterable[str]) -> dict[str, set[int]]:
     return found
 
 
-def unequal_counts(theirs: Iterable[str], ours: Iterable[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield (stem, how many in the file, how many in the model) where both count from 0 and end apart."""
-    there, here = numbers(theirs), numbers(ours)
-    for stem in here.keys() & there.keys():
-        theirs_count, ours_count = len(there[stem]), len(here[stem])
-        is_whole = there[stem] == {*range(theirs_count)} and here[stem] == {*range(ours_count)}
-        if is_whole and theirs_count != ours_count:
-            yield stem, theirs_count, ours_count
-
-
 # ---- Whether an optimizer's state fits the parameters of a live model, when torch loads it by index.
 
 
@@ -101,6 +89,16 @@ class OrderCheck:
         """Whether no misfit was found."""
         return not (self.shapes or self.names or self.order)
 
+    def __str__(self) -> str:
+        """Return the first misfit in words."""
+        first = (self.shapes or self.names or self.order)[0]
+        whose = f"a parameter of shape {first.there}" if self.shapes else first.there
+        proviso = " (if it lists them as the file's state does)" if self.order else ""
+        return (
+            "the optimizer's state is keyed by index, and the model has its parameters in another order: "
+            f"'{first.parameter}' would get what belongs to {whose}, without an error{proviso}"
+        )
+
 
 def mismatched_order(
     state: Mapping[str, Any], optimizer: Mapping[Any, Any], parameters: Shapes
@@ -121,7 +119,10 @@ def mismatched_order(
         return OrderCheck(problem=counts)
     check = _compared(groups, [live], parameters)
     theirs = [name for name in without_prefix(state, parameters) if name in parameters]
-    if check.shapes or len(theirs) != len(live) or not _all_fit(groups[0], theirs, parameters):
+    if check.shapes or len(theirs) != len(live):
+        return check
+    pairs = zip(groups[0], theirs, strict=True)
+    if not all(kept.shape in (None, tuple(parameters[name])) for kept, name in pairs):
         return check
     return OrderCheck(order=tuple(_different(theirs, live, 0)[:FEW]))
 
@@ -147,10 +148,6 @@ def _compared(groups: OptimizerGroups, named: list[list[str]], parameters: Shape
 def _different(theirs: Sequence[str], live: Sequence[str], first: int) -> list[Misfit]:
     pairs = enumerate(zip(theirs, live, strict=True), first)
     return [Misfit(position, here, there, here) for position, (there, here) in pairs if there != here]
-
-
-def _all_fit(group: Sequence[OptimizerParameter], names: Sequence[str], parameters: Shapes) -> bool:
-    return all(kept.shape in (None, tuple(parameters[name])) for kept, name in zip(group, names, strict=True))
 
 
 # ---- Compare a state with a model by names, shapes and types, and describe the differences.
@@ -197,28 +194,27 @@ class Fit:
 
     def __str__(self) -> str:
         """Return `2 missing (a, b); 1 of another shape or type (w [9] in the file, [5] in the model)`."""
-        parts = {
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "of another shape or type": self.sizes,
-        }
-        return "; ".join(
-            f"{len(names)} {what} ({shortened(names)})" for what, names in parts.items() if names
-        )
+        kinds = "missing", "unexpected", "of another shape or type"
+        parts = zip(kinds, (self.missing, self.unexpected, self.sizes), strict=True)
+        return "; ".join(f"{len(names)} {what} ({shortened(names)})" for what, names in parts if names)
 
     @property
     def sizes(self) -> tuple[str, ...]:
         """The mismatches in words."""
         return tuple(
-            f"{name} {there} in the file, {here} in the model" for name, there, here in self.mismatched
+            f"{name} {file} in the file, {model} in the model" for name, file, model in self.mismatched
         )
+
+    def error(self, message: str, hint: str | None = None) -> Mismatch:
+        """Return the error that lists the differences."""
+        lists = {"missing": self.missing, "unexpected": self.unexpected}
+        return Mismatch(message, mismatched=self.mismatched, hint=hint, **lists)
 
 
 def shortened(names: tuple[str, ...]) -> str:
     """Return the first few names, and how many more there are."""
-    return ", ".join(map(in_short, names[:SHOWN])) + (
-        f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    )
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(in_short, names[:SHOWN])) + more
 
 
 def compare(state: State, blueprint: Blueprint) -> Fit:
@@ -278,6 +274,22 @@ class Case:
     taken_out: tuple[str, ...] | None
     original: State  # as it lies in the file
     aim: Aim = Aim("SPEC")
+
+    @property
+    def is_same_architecture(self) -> bool:
+        """Whether the state is of the model's architecture: it has most of the names, and few others."""
+        size = len(self.blueprint.places)
+        return (2 * len(self.fit.missing) < size and len(self.fit.unexpected) < size) or not size
+
+    @property
+    def unequal_counts(self) -> Iterator[tuple[str, int, int]]:
+        """Each (stem, layers in the file, layers in the model) where both count from 0 and end apart."""
+        there, here = numbers(self.state.tensors), numbers(self.blueprint.places)
+        for stem in here.keys() & there.keys():
+            theirs, ours = len(there[stem]), len(here[stem])
+            is_whole = there[stem] == {*range(theirs)} and here[stem] == {*range(ours)}
+            if is_whole and theirs != ours:
+                yield stem, theirs, ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,11 +396,8 @@ def not_plain(likes: Mapping[str, SpecialTensor], names: tuple[str, ...]) -> str
 
 
 def _is_weight_norm(fit: Fit) -> bool:
-    ends = (".parametrizations.weight.original0", ".weight_g")
-    there = {
-        name.removesuffix(end) + ".weight" for name in fit.unexpected for end in ends if name.endswith(end)
-    }
-    return bool(there & set(fit.missing))
+    end, missing = re.compile(r"\.(parametrizations\.weight\.original0|weight_g)$"), {*fit.missing}
+    return any(end.sub(".weight", name) in missing for name in filter(end.search, fit.unexpected))
 
 
 def _head(fit: Fit) -> tuple[str, str, str] | None:
@@ -405,16 +414,13 @@ def _head(fit: Fit) -> tuple[str, str, str] | None:
     return layers.pop(), theirs, ours
 
 
-def is_same_architecture(case: Case) -> bool:
-    """Return whether a state is of the model's architecture: it has most of the names, and few others."""
-    size = len(case.blueprint.places)
-    return (2 * len(case.fit.missing) < size and len(case.fit.unexpected) < size) or not size
-
-
 def _otherwise(case: Case, listed: bool) -> Iterator[tuple[str, str]]:
     fit, places = case.fit, case.blueprint.places
-    counts = "".join(f"; {words}" for words in _counts(case))
-    if not is_same_architecture(case):
+    layers = case.unequal_counts
+    counts = "".join(
+        f"; the model has {ours} layers '{stem}N', the file {file}" for stem, file, ours in layers
+    )
+    if not case.is_same_architecture:
         fitting = len(places) - len(fit.missing) - len(fit.mismatched) - len(fit.added)
         message = f"another architecture: {fitting} of the model's {len(places)} names fit by name and shape"
         yield "architecture", message + counts
@@ -427,8 +433,3 @@ def _otherwise(case: Case, listed: bool) -> Iterator[tuple[str, str]]:
         if names:
             which = "" if listed else f" ({shortened(names)})"
             yield kind, message + which + (counts if kind != "size" else "")
-
-
-def _counts(case: Case) -> Iterator[str]:
-    for stem, theirs, ours in unequal_counts(case.state.tensors, case.blueprint.places):
-        yield f"the model has {ours} layers '{stem}N', the file {theirs}"

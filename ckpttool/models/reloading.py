@@ -138,22 +138,21 @@ def reload(
         case, kept = _without_kept(case, patterns)
         loaded = *case.state.tensors, *case.state.others
         covered = _coverage(blueprint, {*loaded})
-        values = _values(checkpoint.path, case.state)
+        others = {name: _made(checkpoint.path, name, value) for name, value in case.state.others.items()}
+        values = with_versions(case.state, {**live_tensors(case.state.tensors), **others})
         if case.fit.distance and not accepts(model, case.state):
             diagnosis = None if named else doctor(checkpoint, model, state=state, spec=spec)
-            fit, hint = case.fit, _hint(case, diagnosis, state, spec)
-            raise Mismatch(
-                f"{checkpoint.path}: does not fit the model: {fit}",
-                missing=fit.missing,
-                unexpected=fit.unexpected,
-                mismatched=fit.mismatched,
-                hint=hint,
-            )
+            hint = _hint(case, diagnosis, state, spec)
+            raise case.fit.error(f"{checkpoint.path}: does not fit the model: {case.fit}", hint)
         if apart := tied_apart(case):
             what, _, hint = apart.partition(": ")
             raise Mismatch(f"{checkpoint.path}: {what}", hint=hint)
         values.update((name, value) for name, value in model.state_dict().items() if name in kept)
-        _load(model, values, checkpoint.path, assign=assign)
+        try:
+            _assign(model, values) if assign else model.load_state_dict(values, strict=True)
+        except RuntimeError as error:
+            reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
+            raise Mismatch(f"{checkpoint.path}: {reason}") from error
     on_meta = tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
     where_from = str(state) if named else found.where
     result = Reloaded(source.path, source.format, where_from, prefix, loaded, kept=kept, ignored=ignored)
@@ -175,27 +174,13 @@ def _coverage(blueprint: Blueprint, loaded: set[str]) -> ModelCoverage:
     untied = {name: place for name, place in blueprint.places.items() if place.first == name}
     counts = {name: prod(place.shape or ()) for name, place in untied.items()}
     parameters = {name: counts[name] for name in blueprint.parameters if name in untied}
-    itemsizes = {
-        name: DTYPES[place.dtype].itemsize for name, place in untied.items() if place.dtype in DTYPES
-    }
-    sizes = {name: counts[name] * itemsize for name, itemsize in itemsizes.items()}
+    known = {name: DTYPES[place.dtype] for name, place in untied.items() if place.dtype in DTYPES}
+    sizes = {name: counts[name] * dtype.itemsize for name, dtype in known.items()}
 
     def covered(of: dict[str, int]) -> int:
         return sum(number for name, number in of.items() if name in loaded)
 
     return ModelCoverage(covered(parameters), sum(parameters.values()), covered(sizes), sum(sizes.values()))
-
-
-def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: bool) -> None:
-    """Put all values of a state into a model. Raise Mismatch if a module refuses them."""
-    try:
-        if assign:
-            _assign(model, values)
-        else:
-            model.load_state_dict(values, strict=True)
-    except RuntimeError as error:
-        reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
-        raise Mismatch(f"{path}: {reason}") from error
 
 
 def _require_matches(patterns: tuple[str, ...], whose: str, names: Iterable[str]) -> None:
@@ -234,12 +219,6 @@ def _without_kept(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[st
     places = {name: place for name, place in case.blueprint.places.items() if name not in kept}
     blueprint = replace(case.blueprint, places=places)
     return replace(case, state=state, blueprint=blueprint, fit=compare(state, blueprint)), kept
-
-
-def _values(path: str, state: State) -> dict[str, Any]:
-    """Return the state dict to load: the tensors, and the other plain values that the model asks for."""
-    others = {name: _made(path, name, value) for name, value in state.others.items()}
-    return with_versions(state, {**live_tensors(state.tensors), **others})
 
 
 def _made(path: str, name: str, value: object) -> object:

@@ -122,13 +122,10 @@ def _rename(kind: str, message: str, rules: list[tuple[str, str]], *, is_guess: 
 WEIGHT = "parametrizations.weight"
 SCALE = (("gamma", "weight"), ("beta", "bias"))
 MOMENTS = (("moving_mean", "running_mean"), ("moving_variance", "running_var"))
+DIRECTION = (("weight_g", "original0"), ("weight_v", "original1"))
 SPECTRAL = (("weight_orig", "original"), ("weight_u", "0._u"), ("weight_v", "0._v"))
 RENAMED = (
-    (
-        "weight-norm",
-        "weight norm",
-        [(f"weight_{old}", f"{WEIGHT}.original{n}") for n, old in enumerate("gv")],
-    ),
+    ("weight-norm", "weight norm", [(old, f"{WEIGHT}.{new}") for old, new in DIRECTION]),
     ("spectral-norm", "spectral norm", [(old, f"{WEIGHT}.{new}") for old, new in SPECTRAL]),
     ("layer-norm", "normalisation", SCALE),
     ("batch-norm", "BatchNorm", SCALE + MOMENTS),
@@ -207,14 +204,11 @@ def tied_apart(case: Case) -> str:
 def complex_parts(case: Case) -> Iterator[Remedy]:
     """Join pairs of real tensors into complex ones, or split complex ones."""
     message, command = "has complex tensors as pairs NAME.real and NAME.imag", ("convert", "--complex")
+    join, split = (*command, "join"), (*command, "split")
     if any(f"{name}.real" in case.state.tensors for name in case.fit.missing):
-        yield Remedy(
-            "complex", f"the file {message}", (*command, "join"), lambda c: layout.join_complex(c)[0]
-        )
+        yield Remedy("complex", f"the file {message}", join, lambda c: layout.join_complex(c)[0])
     if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
-        yield Remedy(
-            "complex", f"the model {message}", (*command, "split"), lambda c: layout.split_complex(c)[0]
-        )
+        yield Remedy("complex", f"the model {message}", split, lambda c: layout.split_complex(c)[0])
 
 
 def counters(case: Case) -> Iterator[Remedy]:
@@ -222,12 +216,8 @@ def counters(case: Case) -> Iterator[Remedy]:
     lacking = [name for name in case.fit.missing if name.endswith(COUNTER)]
     batchnorm: Any = find("batchnorm.convert_states")
     if lacking and batchnorm:
-        yield Remedy(
-            "counters",
-            f"{len(lacking)} BatchNorm layers lack '{COUNTER}'",
-            ("convert-batchnorm", "--to", "plain"),
-            lambda c: batchnorm.convert(c, "plain")[0],
-        )
+        message, command = f"{len(lacking)} BatchNorm layers lack '{COUNTER}'", ("convert-batchnorm", "--to")
+        yield Remedy("counters", message, (*command, "plain"), lambda c: batchnorm.convert(c, "plain")[0])
 
 
 def ties(case: Case) -> Iterator[Remedy]:
@@ -289,21 +279,16 @@ def _moving(shape: Sizes, axes: Sizes) -> Sizes:
 def _ambiguous(case: Case, orders: Mapping[str, Sizes]) -> str:
     """Return a warning of shapes that are the same in both orders or that several orders make."""
     shapes = {name: tensor.shape for name, tensor in case.state.tensors.items()}
-    unclear = tuple(
-        name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()})
-    )
-    guessed = tuple(
-        name
-        for name, axes in orders.items()
-        if axes not in USUAL and _is_one_of_several(shapes[name], case.blueprint.places[name].shape or ())
-    )
+    axes_seen = {*orders.values()}
+    unclear = tuple(name for name in shapes if name not in orders and _hides(shapes[name], axes_seen))
+    places = {name: case.blueprint.places[name].shape or () for name in orders if orders[name] not in USUAL}
+    guessed = tuple(name for name, place in places.items() if _is_one_of_several(shapes[name], place))
     said = (
         (unclear, "others don't show whether they are too"),
         (guessed, "don't show which order, so it is guessed"),
     )
-    return "".join(
-        f"; the shapes of {len(names)} {what} ({shortened(names)})" for names, what in said if names
-    )
+    clauses = (f"; the shapes of {len(names)} {what} ({shortened(names)})" for names, what in said if names)
+    return "".join(clauses)
 
 
 def _hides(shape: Sizes, orders: set[Sizes]) -> bool:

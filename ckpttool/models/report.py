@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ..core.checkpoint.checkpoint import Checkpoint
@@ -20,14 +20,11 @@ from ..core.remote.urls import is_url
 from ..core.tensors.ref import Storage, TensorRef
 from ..errors import CkptToolError, NothingToDo, Refused
 from .fit import (
-    Aim,
     Case,
     Fit,
-    OrderCheck,
     Rebuild,
     Treatment,
     command_line,
-    is_same_architecture,
     mismatched_order,
     not_plain,
     shortened,
@@ -84,11 +81,9 @@ class Diagnosis:
 class TreatmentReport:
     """Write a treatment as commands, each of which reads what the one before it wrote."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, case: Case, treatment: Treatment, aim: Aim, loads: bool
-    ) -> None:
-        self.original, self.case, self.treatment = checkpoint, case, treatment
-        self.aim, self.loads = aim, loads
+    def __init__(self, checkpoint: Checkpoint, case: Case, treatment: Treatment, loads: bool) -> None:
+        self.original, self.case, self.treatment, self.loads = checkpoint, case, treatment, loads
+        self.aim = case.aim
         path = case.checkpoint.path
         self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
         self.output = free_output(self.file, checkpoint)
@@ -105,12 +100,15 @@ class TreatmentReport:
         then: str | None = None
         if not after.fit.distance:
             self._add_optimizers()
-            keeps = self._add_objects() or self._add_apart()
-            then = None if keeps else self._trial(self.aim)
+            keeps = self._add_objects()
+            if not keeps and (apart := tied_apart(after)):  # torch keeps the last and says nothing
+                self.problems.append(Problem("tied", apart))
+                keeps = True
+            then = None if keeps else self.aim.trial(self.file, self._where)
         elif question := self.treatment.open_question:
             self.problems.append(Problem("ambiguous", question))
         elif rebuild is not None and (respec := rebuild(after)) is not None:
-            then = self._trial(Aim(respec.spec))
+            then = replace(self.aim, name=respec.spec).trial(self.file, self._where)
             self.problems.append(Problem("size", respec.message, then))
         else:
             found = unfixable(after, listed=after.fit == case.fit)  # the diagnosis begins with those
@@ -152,15 +150,12 @@ class TreatmentReport:
         again = ["--force"] if self._is_written else []
         return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
 
-    def _trial(self, aim: Aim) -> str:
-        return aim.trial(self.file, self._where)
-
     def _as_it_is(self, prefix: str, fitted: Case) -> list[Problem]:
         """Return a remark if `reload` strips the prefix by itself, which torch's load_state_dict does not."""
         if self.loads or not prefix or fitted.fit.distance or self.aim.flag != "--model":
             return []
         message = f"ckpttool reload strips '{prefix}' by itself and loads the file; load_state_dict does not"
-        return [Problem("reload", message, self._trial(self.aim), is_remark=True)]
+        return [Problem("reload", message, self.aim.trial(self.file, self._where), is_remark=True)]
 
     def _add_objects(self) -> bool:
         """Add a problem if the model asks for objects, which torch.load creates and this package does not."""
@@ -178,12 +173,6 @@ class TreatmentReport:
             self.problems.append(Problem("object", f"{message}; {trusting}"))
         return bool(objects)
 
-    def _add_apart(self) -> bool:
-        """Add a problem if the model ties what differs in the file: torch keeps the last and says nothing."""
-        if apart := tied_apart(self.treatment.case):
-            self.problems.append(Problem("tied", apart))
-        return bool(apart)
-
     def _add_optimizers(self) -> None:
         """Add a problem if an optimizer, which counts parameters, would give momentum to other parameters."""
         after = self.treatment.case
@@ -196,7 +185,7 @@ class TreatmentReport:
             if is_nested_optimizer(value):  # torch loads a flat one by names
                 check = mismatched_order(after.state.tensors, value, parameters)
                 if not check.fits:
-                    self._add_order(_described(check), parameters)
+                    self._add_order(str(check), parameters)
                     return
 
     def _add_order(self, message: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -210,9 +199,8 @@ class TreatmentReport:
         except NothingToDo:
             return  # the optimizer keeps nothing per parameter
         except CkptToolError as error:
-            self.problems.append(
-                Problem("optimizer-order", f"{message}; no command can fix it: {error.message}")
-            )
+            message += f"; no command can fix it: {error.message}"
+            self.problems.append(Problem("optimizer-order", message))
         else:
             self._add("optimizer-order", message, "optimizer", *flags)
 
@@ -232,11 +220,9 @@ class TreatmentReport:
             message = f"the state is under '{case.state.where}', and load_state_dict wants only that"
             yield self._remark("nested", message, "slim")
         added = self.treatment.case.fit.added
-        if added and is_same_architecture(self.treatment.case):  # else the file may have them by other names
-            message = (
-                f"the file lacks {len(added)} counters of BatchNorm ({shortened(added)}), which torch adds"
-            )
-            yield self._remark("counters", message, None)
+        if added and self.treatment.case.is_same_architecture:  # else the file may have them by other names
+            lacks = f"the file lacks {len(added)} counters of BatchNorm ({shortened(added)})"
+            yield self._remark("counters", f"{lacks}, which torch adds", None)
         yield from self._precision()
 
     def _refused(self) -> tuple[str, ...]:
@@ -262,16 +248,6 @@ class TreatmentReport:
 
     def _remark(self, kind: str, message: str, verb: str | None, *flags: str) -> Problem:
         return Problem(kind, message, self._command(verb, *flags) if verb else None, is_remark=True)
-
-
-def _described(check: OrderCheck) -> str:
-    first = (check.shapes or check.names or check.order)[0]
-    whose = f"a parameter of shape {first.there}" if check.shapes else first.there
-    proviso = " (if it lists them as the file's state does)" if check.order else ""
-    return (
-        "the optimizer's state is keyed by index, and the model has its parameters in another order: "
-        f"'{first.parameter}' would get what belongs to {whose}, without an error{proviso}"
-    )
 
 
 SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

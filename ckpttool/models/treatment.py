@@ -27,20 +27,7 @@ from ..core.inert_pickle.values import walk
 from ..errors import Ambiguous, CkptToolError, NoState, UsageFault
 from . import dialects, factory, remedies
 from .factory import accepts, skeleton
-from .fit import (
-    Aim,
-    Case,
-    Finder,
-    Fit,
-    Rebuild,
-    Remedy,
-    Respec,
-    Treatment,
-    command_line,
-    compare,
-    is_same_architecture,
-    unequal_counts,
-)
+from .fit import Aim, Case, Finder, Fit, Rebuild, Remedy, Respec, Treatment, command_line, compare
 from .report import Diagnosis, Problem, TreatmentReport, free_output
 
 if TYPE_CHECKING:
@@ -102,28 +89,23 @@ def diagnose(
             raise
         part = named_part(checkpoint.path)
         return of_whole(part) if part else _without_state(checkpoint, error)
-    treatments = _until_one_fits(treated(case, accepts) for case in cases)
+    treatments: list[Treatment] = []
+    for case in cases:
+        treatments.append(treated(case, accepts))
+        if not treatments[-1].case.fit.distance:
+            break
     best = min(range(len(treatments)), key=lambda number: treatments[number].case.fit.distance)
     if treatments[best].case.fit.distance and (part := named_part(checkpoint.path)):
         return of_whole(part)
     is_asked = bool(treatments[best].open_question)  # names differ then, and the architecture need not
-    if not (is_asked or is_same_architecture(treatments[best].case)):
+    if not (is_asked or treatments[best].case.is_same_architecture):
         best, treatments[0] = 0, Treatment(cases[0])  # a fit by chance is no reason for commands
     case = cases[best]
     loads = not case.fit.distance or accepts(case.state)
     # Whoever does not know that the state has to be named does not load it.
     is_default = state is not None or best == 0
-    report = TreatmentReport(checkpoint, case, treatments[best], aim, loads and is_default)
+    report = TreatmentReport(checkpoint, case, treatments[best], loads and is_default)
     return report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
-
-
-def _until_one_fits(treatments: Iterator[Treatment]) -> list[Treatment]:
-    tried = []
-    for treatment in treatments:
-        tried.append(treatment)
-        if not treatment.case.fit.distance:
-            break
-    return tried
 
 
 def treat(
@@ -160,7 +142,7 @@ def treated(case: Case, accepts: Accepts) -> Treatment:
             is_same = not certain.case.fit.distance and _is_same(step[1].state, certain.case.state)
             return certain if is_same else Treatment(step[1], (step[0],))
         guessed = treat(case, FINDERS + GUESSES, accepts)
-        if guessed.is_guess and is_same_architecture(guessed.case):  # else none is advised
+        if guessed.is_guess and guessed.case.is_same_architecture:  # else none is advised
             dialects.require_certain_names(case)
     except Ambiguous as error:
         return Treatment(case, open_question=dialects.question(case, error))
@@ -219,10 +201,8 @@ def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> l
     places = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
     names = places[:MAX_STATES] if where is None else [where]
     default = checkpoint.found_state()
-    return [
-        _case(checkpoint, blueprint, name, is_named=default is None or name != default.where)
-        for name in names
-    ]
+    usual = default.where if default else None
+    return [_case(checkpoint, blueprint, name, is_named=name != usual) for name in names]
 
 
 def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, is_named: bool) -> Case:
@@ -291,9 +271,8 @@ def named_part(path: str) -> PartialFile | None:
     """Return what a file that does not fit is a part of, by its name and what lies next to it."""
     folder, name = os.path.dirname(path) or ".", os.path.basename(path)
     if rank := ZERO.fullmatch(name):
-        return PartialFile(
-            "one-rank", f"the file is what rank {int(rank[1])} of a DeepSpeed run wrote", folder
-        )
+        message = f"the file is what rank {int(rank[1])} of a DeepSpeed run wrote"
+        return PartialFile("one-rank", message, folder)
     piece = piece_of(path)
     if piece is None:
         return None
@@ -384,7 +363,7 @@ def resized(spec: str, case: Case) -> Respec | None:
     """Find a SPEC that builds the model in a state's sizes."""
     changes: dict[str, tuple[object, int]] = {}
     fit, builds = case.fit, 0
-    counts = [(there, here) for _, there, here in unequal_counts(case.state.tensors, case.blueprint.places)]
+    counts = [(there, here) for _, there, here in case.unequal_counts]
     while fit.distance and builds < MAX_BUILDS:
         for name, old, new in _candidates(spec, fit, counts):
             builds += 1
@@ -398,10 +377,8 @@ def resized(spec: str, case: Case) -> Respec | None:
             break
     if fit.distance:
         return None
-    words = ", ".join(
-        f"{name} is {new} in the file and {old} in the model" for name, (old, new) in changes.items()
-    )
-    return Respec(spec, words)
+    sizes = (f"{name} is {new} in the file and {old} in the model" for name, (old, new) in changes.items())
+    return Respec(spec, ", ".join(sizes))
 
 
 def _fit(spec: str, case: Case) -> Fit | None:
