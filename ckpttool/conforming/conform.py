@@ -1,7 +1,7 @@
-"""Whether an optimizer that numbers parameters counts them as the reference does.
+"""Bring a checkpoint under the names and shapes of another one; refuse where the way is not certain.
 
-A number means the same parameter on both sides where the parameters of each group stand in one order. Buffers
-have no numbers, so they may stand anywhere.
+An optimizer may number its parameters. A number means the same parameter on both sides if both list the
+parameters of each group in the same order. Buffers have no numbers and may stand anywhere.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> 
             continue
         what = "its optimizer numbers the parameters in another order than the reference has them"
         if not groups:
-            what += (
-                f", or only buffers stand in another: nothing says which of {len(floats)} tensors are some"
-            )
+            unknown = f"nothing says which of {len(floats)} tensors are some"
+            what += f", or only buffers stand in another: {unknown}"
         hint = "key it by names first: ckpttool optimizer IN NAMED --to names; or write the state alone: slim"
         raise Refused(checkpoint.path, what, hint=hint)
 
@@ -75,8 +74,7 @@ def _is_rising(numbers: Iterable[int]) -> bool:
     return listed == sorted(listed)
 
 
-# ---- A checkpoint's tensors under another one's names and in its shapes; refused where it is not certain
-# how.
+# ---- Conform
 
 
 SHOWN = 4  # names or candidates in a message, which counts the rest
@@ -309,7 +307,7 @@ def _equal(name: str, tensors: Mapping[str, TensorRef]) -> str | None:
     return next((other for other in alike if this.numel > 1 and same_values(tensors[other], this)), None)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------
+# ---- Refusals
 
 
 def require_complete(path: str, found: SearchResult, *, pad_vocab: bool = False) -> None:
@@ -403,15 +401,14 @@ def _candidates(found: SearchResult) -> Iterator[str]:
         yield f"{sides[0]} to {sides[1]}: {' | '.join(ways[:SHOWN])}{more}"
     yield from found.falling
     for _, tangle in found.tangles:
-        sides = [
-            ", ".join(f"'{unit.first.path}'" for unit in side[:SHOWN]) for side in (tangle.left, tangle.right)
-        ]
+        both = tangle.left[:SHOWN], tangle.right[:SHOWN]
+        sides = [", ".join(f"'{unit.first.path}'" for unit in side) for side in both]
         more = ", …" if len(tangle.left) > SHOWN else ""
         shape = [*tangle.left[0].weight]
         yield f"{sides[0]}{more} are of one shape {shape}, as are {sides[1]}{more}"
 
 
-# ---- tensors that the input does not have --------------------------------------------------------------
+# ---- Tensors that the input lacks
 
 
 def _padded(name: str, tensor: TensorRef, place: StateEntry) -> TensorRef:

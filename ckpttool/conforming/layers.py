@@ -1,4 +1,4 @@
-"""What names say: which part a layer plays in its block, in the words that model families use for it.
+"""Match the layers of two blocks, by names, by the roles that names tell, by shapes and by numbers.
 
 A word is listed only where it means the same everywhere. Where families differ (`query_key_value` is fused
 head by head in GPT-NeoX, and in three pieces in ChatGLM), the word says which parts there are and not how
@@ -199,7 +199,7 @@ def _ends(path: str, end: str) -> bool:
     return path == end or path.endswith(f".{end}")
 
 
-# ---- The layers of one block and of its counterpart: which become which, by names, roles and shapes.
+# ---- Matching the layers of two blocks
 #
 # In this order, from certain to weak: equal names, equal roles, pieces of a fused layer by their roles, a
 # shape that only one layer has on each side, and numbers that rise on both sides. Layers that nothing
@@ -251,10 +251,8 @@ def solve(left: Sequence[Module], right: Sequence[Module], cut: tuple[int, int],
         cut: how many parts of their names belong to the blocks, on each side.
         doubts: what names are not believed to say.
     """
-    sides = [
-        [Unit(m.parts[n:], (m,)) for m in modules] for modules, n in zip((left, right), cut, strict=True)
-    ]
-    work = Solution(sides[0], sides[1], doubts)
+    units = [[Unit(m.parts[n:], (m,)) for m in side] for side, n in zip((left, right), cut, strict=True)]
+    work = Solution(units[0], units[1], doubts)
     work.run()
     work.left, work.right = families(work.left), families(work.right)
     work.run()

@@ -156,9 +156,8 @@ def _rows(
 ) -> Iterator[RuleRow]:
     """Return one row for a group of cases, or one for each part in which numbers go together, or for each."""
     first = group[0][0]
-    columns = [
-        [*zip(*(numbers[side] for _, numbers in group), strict=True)] for side in range(len(group[0][1]))
-    ]
+    names = zip(*(numbers for _, numbers in group), strict=True)
+    columns = [[*zip(*name, strict=True)] for name in names]
     leading = [column for column in columns[0] if len({*column}) > 1]
     fields = dict(zip(dict.fromkeys(leading), LETTERS, strict=False))
     unknown = [column for side in columns for column in side if len({*column}) > 1 and column not in fields]

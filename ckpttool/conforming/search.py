@@ -75,9 +75,8 @@ def search(path: str, left: Places, right: Places, *, with_values: bool = False)
     """
     dropped, lacking = (_buffers(one, other) for one, other in ((left, right), (right, left)))
     gone = {*dropped}, {*lacking}
-    bare = [
-        {n: p for n, p in side.items() if n not in out} for side, out in zip((left, right), gone, strict=True)
-    ]
+    sides = zip((left, right), gone, strict=True)
+    bare = [{name: place for name, place in side.items() if name not in out} for side, out in sides]
     untied, ties = _second_names(bare[0], bare[1]), _second_names(bare[1], bare[0])
     for side, pairs in zip(bare, (untied, ties), strict=True):
         for name, _ in pairs:
@@ -271,7 +270,7 @@ def _shows_axes(found: Joint) -> bool:
     return is_matrix and not (found.is_square or found.is_crossed or is_embedding)
 
 
-# ---- What names and shapes leave open, decided by values: both files hold the same model.
+# ---- Decisions by values, where both files hold the same model
 
 
 Tensors = Mapping[str, TensorRef]

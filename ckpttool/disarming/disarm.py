@@ -322,10 +322,8 @@ class _Disarmer:
 
 def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
-    held = (
-        isinstance(part, TensorRef) or plain_objects.array_of(part) is not None for part in values.walk(value)
-    )
-    return not attributes or any(held)
+    parts, array_of = values.walk(value), plain_objects.array_of
+    return not attributes or any(isinstance(each, TensorRef) or array_of(each) is not None for each in parts)
 
 
 def _apart(key: object, taken: set[Any]) -> object:

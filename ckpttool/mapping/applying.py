@@ -1,7 +1,7 @@
-"""What an optimizer keeps of the parameters that rules change, taken through the same steps.
+"""Apply rules to a checkpoint: to its state, to copies of the state, and to its optimizers.
 
-Momentum in the shape of its parameter is joined, cut, turned and permuted as the parameter is; a count of
-steps must be the same for all parameters that become one. What can't follow is refused by name.
+Momentum in the shape of its parameter goes through the same steps as the parameter. A count of steps must be
+the same for all parameters that become one. What can't follow is refused by name.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _all_same(values: Sequence[object]) -> bool:
     return all(tensor is not None and same_values(tensor, tensors[0]) for tensor in tensors)
 
 
-# ---- The maps that come with the package: a rule file each in `maps/`, chosen by name.
+# ---- Maps that come with the package
 
 
 FOLDER = os.path.join(os.path.dirname(__file__), "maps")
@@ -231,9 +231,7 @@ def named(name: str) -> MapRules:
     return replace(rule_file.read(path_of(name)), name=name)
 
 
-# ---- Rules applied to a checkpoint: its state, copies of it, and what optimizers keep of its parameters.
-#
-# The numbers of rules come from a config beside the checkpoint, or from settings inside it.
+# ---- Rules applied to a checkpoint
 
 
 FILES = ("config.json", "params.json")  # of Hugging Face, and of Meta

@@ -108,7 +108,7 @@ def convert_map(conversion: Conversion, map_: str | None, inverse: bool, config:
     outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {map_}"
 
 
-# ---- Layouts: the options of `convert` that give tensors other shapes and names.
+# ---- Layouts
 
 
 Sizes = tuple[tuple[str, tuple[int, ...]], ...]

@@ -223,9 +223,8 @@ def _count(value: object, where: str) -> ValueCount:
 def _rule(table: Mapping[str, Any]) -> Rule | Drop | Tie:
     kind = next((kind for kind in OF_RULES if kind in table), None)
     if kind is None:
-        raise UsageFault(
-            f"the rule {toml(table)[:200]} has no verb", hint="it has from and to, drop, tie, or untie"
-        )
+        hint = "it has from and to, drop, tie, or untie"
+        raise UsageFault(f"the rule {toml(table)[:200]} has no verb", hint=hint)
     _require_known(table, OF_RULES[kind], f"a rule with '{kind}'")
     if kind == "from":
         return _moving(table)
@@ -247,9 +246,8 @@ def _moving(table: Mapping[str, Any]) -> Rule:
         raise UsageFault(f"steps = {steps!r}", hint="steps = [{concat = 0}]")
     optional = table.get("optional", False)
     if not isinstance(optional, bool | str):
-        raise UsageFault(
-            f"optional = {optional!r}", hint="optional = true, 'all', or the name of a group of rules"
-        )
+        hint = "optional = true, 'all', or the name of a group of rules"
+        raise UsageFault(f"optional = {optional!r}", hint=hint)
     return Rule(sources, targets, tuple(map(step_of, steps)), optional)
 
 

@@ -1,5 +1,6 @@
-"""Templates of tensors' names: `layers.{i}.{part:weight|bias}` matches names, binds, and is filled in again.
+"""Rules from one architecture's names and layout to another's, and back; the templates of names in them.
 
+A template such as `layers.{i}.{part:weight|bias}` matches names, and is filled in again.
 A placeholder `{i}` stands for a number, `{part:weight|bias}` for one of these words, `{rest:*}` for any text.
 A placeholder means the same in all templates of a rule, so it is described in one of them. Braces that
 belong to a name are doubled, as in Python's format strings.
@@ -113,11 +114,11 @@ def _values(kind: str | None) -> str:
     return ANY if kind == "*" else "|".join(map(re.escape, kind.split("|")))
 
 
-# ---- Rules that take a checkpoint from one architecture's names and layout to another's, and back.
+# ---- Rules
 #
-# A `Rule` takes tensors through steps to tensors; a `Drop` leaves out what one side has and the other
-# does not; a `Tie` gives a tensor a second name, or takes it away. `MapRules` are all of them for one
-# way, in any order: each tensor belongs to one rule.
+# A `Rule` takes tensors through steps. A `Drop` leaves out what only one side has. A `Tie` adds a second name
+# of a tensor, or removes it. `MapRules` holds all rules of one direction, in any order; a tensor belongs to
+# one rule.
 
 
 Side = Literal["from", "to"]
@@ -242,9 +243,7 @@ class Rule:
     def table(self) -> dict[str, object]:
         """Return the rule as a rule file has it."""
         sides = {"from": self.sources, "to": self.targets}
-        table: dict[str, object] = {
-            side: names[0] if len(names) == 1 else names for side, names in sides.items()
-        }
+        table: dict[str, object] = {at: names if names[1:] else names[0] for at, names in sides.items()}
         table |= {"steps": [step.table() for step in self.steps]} if self.steps else {}
         return table | ({"optional": self.optional} if self.optional else {})
 
@@ -375,7 +374,5 @@ class MapRules:
         counts = {name: count.entry for name, count in self.counts.items()}
         tables = [("[numbers]", self.numbers), ("[counts]", counts)]
         tables += [("[[rule]]", rule.table()) for rule in self.rules]
-        return (
-            "\n".join(line for title, table in (("", top), *tables) for line in lines(title, table)).lstrip()
-            + "\n"
-        )
+        text = "\n".join(line for title, table in (("", top), *tables) for line in lines(title, table))
+        return text.lstrip() + "\n"

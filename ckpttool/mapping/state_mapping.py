@@ -1,4 +1,4 @@
-"""Which names each rule takes: no name twice, and none left that the rules refuse."""
+"""Match the names of a state with rules, and make the state that the rules describe."""
 
 from __future__ import annotations
 
@@ -41,15 +41,6 @@ class Move:
         return tuple(template.fill(bindings) for template in self.rule.outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """What the rules take of a state's names."""
-
-    moves: list[Move] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    rest: list[str] = field(default_factory=list)
-
-
 def matched(rules: MapRules, names: Iterable[str], path: str) -> Matched:
     """Return what each rule takes of some names.
 
@@ -58,7 +49,7 @@ def matched(rules: MapRules, names: Iterable[str], path: str) -> Matched:
     """
     names = list(names)
     known = dict.fromkeys(names)
-    found = _Found(path)
+    found = Matched(path)
     for rule in rules.rules:
         if isinstance(rule, Rule):
             found.moves += found.of_rule(rule, names, known)
@@ -68,13 +59,14 @@ def matched(rules: MapRules, names: Iterable[str], path: str) -> Matched:
                 found.claim(name, str(rule))
                 found.dropped.append(name)
     rest = [name for name in names if name not in found.owners]
+    found.owners.clear()  # a text for each name
     if rest and rules.rest == "refuse":
         listed = ", ".join(f"'{name[:80]}'" for name in rest[:FEW]) + (", …" if rest[FEW:] else "")
         hint = "rest = 'keep' or 'drop' in the rules says what becomes of such tensors"
         raise Refused(path, f"no rule names {len(rest)} of {len(names)} tensors: {listed}", hint=hint)
-    if rules.rest == "drop":
-        return Matched(found.moves, [*found.dropped, *rest])
-    return Matched(found.moves, found.dropped, rest)
+    to = found.dropped if rules.rest == "drop" else found.rest
+    to += rest
+    return found
 
 
 def _why_none(names: list[str]) -> str:
@@ -96,14 +88,15 @@ def _fitting(
             yield name, bindings
 
 
-class _Found:
-    """Names as the rules claim them."""
+@dataclass(slots=True)
+class Matched:
+    """What the rules take of a state's names."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.moves: list[Move] = []
-        self.dropped: list[str] = []
-        self.owners: dict[str, str] = {}
+    path: str
+    moves: list[Move] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
+    owners: dict[str, str] = field(default_factory=dict)  # the rule that claims each name, meanwhile
 
     def claim(self, name: str, owner: str) -> None:
         """Note that a rule takes a name, which no other may take."""
@@ -137,9 +130,7 @@ class _Found:
         return tuple(found[number] for number in range(len(rule.inputs)))
 
 
-# ---- The rules as they apply to one state: its dict under the new names, each tensor after its steps.
-#
-# The names that rules take must be all that there must be: no layer, expert or bias is missing.
+# ---- Rules applied to one state; no layer, expert or bias may be missing
 
 
 Container = dict[Any, Any]
@@ -188,9 +179,8 @@ class Completeness:
         for layer, said in product(sorted(layers), words):
             values = (*map(str, layer), *said)
             if values not in found:
-                where = ", ".join(
-                    f"{name} = {value}" for name, value in zip(_required(rule), values, strict=True)
-                )
+                pairs = zip(_required(rule), values, strict=True)
+                where = ", ".join(f"{name} = {value}" for name, value in pairs)
                 hint = "optional = true in the rule allows that"
                 raise Refused(self.path, f"{rule} finds no tensor for {where}", hint=hint)
 
@@ -212,9 +202,8 @@ class Completeness:
             expected = range(said.first, said.first + len(values))
             if not said.gaps and values != [*expected]:
                 gap = next(each for each in expected if each not in values)
-                raise Refused(
-                    self.path, f"has no '{last}' = {gap}{where}, and others up to {values[-1]}: {rule}"
-                )
+                what = f"has no '{last}' = {gap}{where}, and others up to {values[-1]}: {rule}"
+                raise Refused(self.path, what)
             if count is not None and count != len(values):
                 what = f"has {len(values)} of '{last}'{where}, and the config says {count}: {rule}"
                 raise Refused(self.path, what)
@@ -323,9 +312,8 @@ class StateMapping:
                 listed = looked_for if isinstance(looked_for, tuple) else (looked_for,)
                 names = " nor ".join(map(str, listed))
                 hint = f"the config has no {names}; [numbers] in the rules says where a number is"
-            raise Refused(
-                self.path, f"nothing says the number '{fault}', which {rule} needs", hint=hint
-            ) from None
+            what = f"nothing says the number '{fault}', which {rule} needs"
+            raise Refused(self.path, what, hint=hint) from None
         except UsageFault as fault:
             raise Refused(self.path, f"{fault.message}: {rule}", hint=fault.hint) from None
         return self._done.setdefault(key, bundle)
@@ -351,6 +339,5 @@ class StateMapping:
         one, other = (plain_tensor(values[name]) for name in (tie.name, tie.of))
         if one is None or other is None or not same_values(one, other):
             what = f"'{tie.name}' is not '{tie.of}' under another name, and would be lost"
-            raise Refused(
-                self.path, f"{what}: {tie}", hint="a rule for it keeps it, and so does another config"
-            )
+            hint = "a rule for it keeps it, and so does another config"
+            raise Refused(self.path, f"{what}: {tie}", hint=hint)

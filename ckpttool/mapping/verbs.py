@@ -1,4 +1,4 @@
-"""Values as TOML writes them."""
+"""The steps of a rule: what they do to tensors, their inverses, and their form in a rule file."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
-# ---- Numbers that rules need, such as a model's heads: whole numbers, and expressions of a config's
-# entries.
+# ---- Numbers: whole ones, and expressions of a config's entries
 
 
 Number = int | str  # an expression: "heads * head_dim"
@@ -135,8 +134,7 @@ def first_known(expressions: Number | tuple[Number, ...], config: Mapping[str, A
     return None
 
 
-# ---- What rules do to tensors: views where a view does, and else values that are made when they are
-# written.
+# ---- Operations on tensors: views where possible, else values that are computed on writing
 
 
 Sizes = tuple[int, ...]
@@ -172,9 +170,8 @@ def reshaped(tensor: TensorRef, shape: Sizes) -> TensorRef:
         left = tensor.numel // known if known else 0
         shape = tuple(left if size == -1 else size for size in shape)
     if not fits or prod(shape) != tensor.numel:
-        raise VerbMisfit(
-            f"has {tensor.numel} elements in shape {list(tensor.shape)}, not those of {list(shape)}"
-        )
+        here = f"{tensor.numel} elements in shape {list(tensor.shape)}"
+        raise VerbMisfit(f"has {here}, not those of {list(shape)}")
     view = tensor.viewed(shape) or materialised(tensor).viewed(shape)
     assert view is not None  # elements in a row take any shape
     return view
@@ -223,9 +220,8 @@ def heads_reordered(tensor: TensorRef, heads: int, to: str, axis: int) -> Tensor
     size = rows // heads
     if size % 2:
         raise VerbMisfit(f"has heads of {size} rows, which do not divide into pairs")
-    inner = (
-        ((2, step), (size // 2, 2 * step)) if to == "halves" else ((size // 2, step), (2, size // 2 * step))
-    )
+    half = size // 2
+    inner = ((2, step), (half, 2 * step)) if to == "halves" else ((half, step), (2, half * step))
     cut = ((heads, size * step), *inner)
     shape = (*tensor.shape[:axis], *(n for n, _ in cut), *tensor.shape[axis + 1 :])
     stride = (*tensor.stride[:axis], *(s for _, s in cut), *tensor.stride[axis + 1 :])
@@ -307,18 +303,16 @@ def unstacked(tensor: TensorRef, axis: int) -> tuple[TensorRef, ...]:
     most = MAX_PARTS if tensor.numel else MAX_EMPTY
     if not 1 <= tensor.shape[axis] <= most:
         raise VerbMisfit(f"has shape {list(tensor.shape)}, and is cut into 1 to {most} tensors")
+    shape, stride = _without(tensor.shape, axis), _without(tensor.stride, axis)
     parts = cut(tensor, axis, None, tensor.shape[axis])
-    return tuple(
-        replace(part, shape=_without(part.shape, axis), stride=_without(part.stride, axis)) for part in parts
-    )
+    return tuple(replace(part, shape=shape, stride=stride) for part in parts)
 
 
 def _without(sizes: Sizes, axis: int) -> Sizes:
     return sizes[:axis] + sizes[axis + 1 :]
 
 
-# ---- The verbs of a rule, each a step from tensors to tensors, with its inverse and its form in a rule
-# file.
+# ---- Verbs
 #
 # A rule's tensors are a Bundle: for each value of the placeholders that only one side of the rule has
 # (the experts that are stacked), one tensor for each template of that side (q, k and v).
@@ -430,9 +424,8 @@ class Reshape(OnEach, verb="reshape", own="shape"):
 
     def inverse(self) -> Verb:
         if not self.before:
-            raise Irreversible(
-                "'reshape' without the shape before can't be undone", hint="give it: from = [-1, 64]"
-            )
+            what = "'reshape' without the shape before can't be undone"
+            raise Irreversible(what, hint="give it: from = [-1, 64]")
         return replace(self, shape=self.before, before=self.shape)
 
 
@@ -454,9 +447,8 @@ class PermuteHeads(OnEach, verb="permute-heads", own="heads"):
 
     def __post_init__(self) -> None:
         if self.to not in ("halves", "pairs"):
-            raise UsageFault(
-                f"permute-heads: to = {self.to!r}", hint="to = 'halves' (Hugging Face) or 'pairs' (Meta)"
-            )
+            hint = "to = 'halves' (Hugging Face) or 'pairs' (Meta)"
+            raise UsageFault(f"permute-heads: to = {self.to!r}", hint=hint)
 
     def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
         heads, size = context.sizes((self.heads, self.size))
@@ -538,10 +530,10 @@ class Stack(Verb, verb="stack", own="field"):
         for at in sorted(bundle.tensors):
             groups.setdefault(at[:place] + at[place + 1 :], []).append(bundle.tensors[at])
         fields = bundle.fields[:place] + bundle.fields[place + 1 :]
-        return Bundle(fields, {at: self._stacked(those) for at, those in groups.items()})
-
-    def _stacked(self, those: list[tuple[TensorRef, ...]]) -> tuple[TensorRef, ...]:
-        return tuple(stacked(column, self.axis) for column in zip(*those, strict=True))
+        columns = {at: zip(*those, strict=True) for at, those in groups.items()}
+        return Bundle(
+            fields, {at: tuple(stacked(c, self.axis) for c in each) for at, each in columns.items()}
+        )
 
     def inverse(self) -> Verb:
         return Unstack(self.field, self.axis)

@@ -215,7 +215,7 @@ def _line(loaded: Reloaded, spec: str, seconds: float) -> str:
     )
 
 
-# ---- Options of other commands that take a model -----------------------------------------------------------
+# ---- Options of other commands
 
 
 @options.adds_to("slim", behind="output")

@@ -103,13 +103,11 @@ def question(case: Case, error: Ambiguous) -> str:
     known = next(maps_between(case.state.tensors, case.blueprint.places), "--map RULES")
     way = f"ckpttool convert … {known}, with the model's --config config.json"
     if case.aim.flag == "--like":
-        way = (
-            f"ckpttool conform … --like {case.aim.name} --check-values, if it holds the same model; or {way}"
-        )
+        values = f"ckpttool conform … --like {case.aim.name} --check-values"
+        way = f"{values}, if it holds the same model; or {way}"
     more = f"; and {len(error.candidates) - 3} more" if len(error.candidates) > 3 else ""
-    return (
-        f"names and shapes allow several ways: {'; '.join(error.candidates[:3])}{more}. What decides: {way}"
-    )
+    ways = "; ".join(error.candidates[:3]) + more
+    return f"names and shapes allow several ways: {ways}. What decides: {way}"
 
 
 def conformed(

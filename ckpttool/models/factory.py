@@ -223,7 +223,7 @@ def _place(error: BaseException) -> str:
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-# ---- Models without memory for their parameters, to be filled or tried out. Imports torch when called.
+# ---- Models without memory for their parameters; imports torch when called
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Commands as lines of a shell script, whatever the names of files and keys are."""
+"""Compare a state with a model, describe the differences, and quote commands for a shell."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _escaped(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in raw)
 
 
-# ---- The numbers of layers in names, and how many a file and a model have.
+# ---- Numbers of layers
 
 
 def numbers(names: Iterable[str]) -> dict[str, set[int]]:
@@ -55,7 +55,7 @@ def numbers(names: Iterable[str]) -> dict[str, set[int]]:
     return found
 
 
-# ---- Whether an optimizer's state fits the parameters of a live model, when torch loads it by index.
+# ---- The order of an optimizer's parameters
 
 
 FEW = 8  # misfits of each kind that are listed
@@ -150,12 +150,7 @@ def _different(theirs: Sequence[str], live: Sequence[str], first: int) -> list[M
     return [Misfit(position, here, there, here) for position, (there, here) in pairs if there != here]
 
 
-# ---- Compare a state with a model by names, shapes and types, and describe the differences.
-#
-# No values are read. `Blueprint.of` imports torch; the comparison does not.
-
-
-# BatchNorm's counter: torch adds it to states that were saved before version 2 of the module.
+# ---- Differences between a state and a model; no values are read
 
 SHOWN = 3  # names in a message, which counts the rest
 
@@ -201,9 +196,7 @@ class Fit:
     @property
     def sizes(self) -> tuple[str, ...]:
         """The mismatches in words."""
-        return tuple(
-            f"{name} {file} in the file, {model} in the model" for name, file, model in self.mismatched
-        )
+        return tuple(f"{name} {a} in the file, {b} in the model" for name, a, b in self.mismatched)
 
     def error(self, message: str, hint: str | None = None) -> Mismatch:
         """Return the error that lists the differences."""
@@ -362,11 +355,9 @@ def unfixable(case: Case, *, listed: bool = False) -> Iterator[tuple[str, str]]:
         if not fit.distance:
             return
         case = replace(case, fit=fit)
-    known = [
-        (kind, words) for kind, names, words in KINDS if any(map(re.compile(names).search, fit.unexpected))
-    ]
-    if known:
-        kind, words = known[0]
+    known = (each for each in KINDS if any(map(re.compile(each[1]).search, fit.unexpected)))
+    if (first := next(known, None)) is not None:
+        kind, _, words = first
         yield kind, f"{len(fit.unexpected)} names are not the model's ({shortened(fit.unexpected)}): {words}"
     elif _is_weight_norm(fit):
         yield (
@@ -417,9 +408,7 @@ def _head(fit: Fit) -> tuple[str, str, str] | None:
 def _otherwise(case: Case, listed: bool) -> Iterator[tuple[str, str]]:
     fit, places = case.fit, case.blueprint.places
     layers = case.unequal_counts
-    counts = "".join(
-        f"; the model has {ours} layers '{stem}N', the file {file}" for stem, file, ours in layers
-    )
+    counts = "".join(f"; the model has {ours} layers '{stem}N', the file {n}" for stem, n, ours in layers)
     if not case.is_same_architecture:
         fitting = len(places) - len(fit.missing) - len(fit.mismatched) - len(fit.added)
         message = f"another architecture: {fitting} of the model's {len(places)} names fit by name and shape"

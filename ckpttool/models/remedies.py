@@ -1,4 +1,4 @@
-"""Remedies for names that differ: wrappers, prefixes, renamed parts and layers."""
+"""Remedies for names and tensors that differ between a state and a model."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def same_order(case: Case) -> Iterator[Remedy]:
         yield _rename("names", message, rules, is_guess=True)
 
 
-# ---- Remedies for tensors that differ: axes, sizes, complex numbers, ties, counters and extra entries.
+# ---- Tensors that differ
 
 
 Sizes = tuple[int, ...]

@@ -266,7 +266,7 @@ def free_output(file: str, checkpoint: Checkpoint) -> str:
     return output
 
 
-# ---- what torch makes of the result ----------------------------------------------------------------
+# ---- What torch loads
 
 PICKLED = ("torch-zip", "torch-legacy", "torch-tar")  # the formats that torch.load reads
 NEW_PROTOCOL = 4  # from it on, Python's pickler uses opcodes that `weights_only` lacks

@@ -225,7 +225,7 @@ def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
     return Diagnosis(checkpoint.path, checkpoint.format, None, False, Fit(), (problem,), None)
 
 
-# ---- files that hold a part of a model alone: one rank's pieces, one shard, or slices of tensors -------
+# ---- Files that hold a part of a model
 
 
 ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:optim|model)_states\.pt")
@@ -297,10 +297,7 @@ def rank_s_pieces(checkpoint: Checkpoint, where: str | None) -> PartialFile | No
     return PartialFile("one-rank", f"{whose}: {count}, such as '{name[:80]}' ({like})", folder)
 
 
-# ---- Diagnose why a file does not load into a live model. Imports torch when called.
-#
-# Where only sizes differ, the model's factory is run again to find the arguments that build it in the
-# file's.
+# ---- The diagnosis of a live model; imports torch when called
 
 
 MAX_BUILDS = 16  # models that the search for sizes builds

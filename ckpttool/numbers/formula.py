@@ -1,4 +1,4 @@
-"""Arrays that are read box by box: the elements of a tensor, or codes of a few bits that are packed in them.
+"""Numbers from packed codes by a formula, and the arrays that it reads box by box.
 
 A box is where it begins and its size along each axis. So any stretch of a tensor is made of the bytes that it
 depends on alone, however large the tensor is. Imports numpy.
@@ -141,12 +141,10 @@ def _unpacked(words: NDArray[Any], packing: Packing, held: int) -> NDArray[Any]:
     return codes
 
 
-# ---- The formula of every scheme: number = (level of its code - zero) · scale, in float32, made when it
-# is read.
+# ---- The formula of every scheme: number = (level of its code - zero) · scale, in float32
 #
 # Scales and zeros belong to blocks of the tensor: the whole, a row, a group of a row, a rectangle. What
-# the scheme's own library computes in float32 and rounds once comes out the same, bit for bit. Imports
-# numpy.
+# the scheme's own library computes in float32 and rounds once comes out the same, bit for bit.
 
 
 FLOAT = DTYPES["float32"]

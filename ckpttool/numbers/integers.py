@@ -1,4 +1,4 @@
-"""Weights of a few bits an element in words of 32 bits: GPTQ, AWQ, and compressed-tensors' `pack-quantized`.
+"""The schemes of packed weights: GPTQ, AWQ, compressed-tensors, MXFP4, NVFP4, fp8, int8 and bitsandbytes.
 
 Sources: AutoGPTQ's and GPTQModel's `pack` (words along the inputs, zeros along the outputs, stored less one
 in format 1, `g_idx` the group of each input), AutoAWQ's `WQLinear_GEMM` (words along the outputs, in the
@@ -40,17 +40,15 @@ def of_modules(parts: PackedParts, stem: str) -> Group:
 def _gptq(parts: PackedParts, stem: str) -> Group:
     form = parts.settings.text("checkpoint_format") or _packing(parts) or "gptq"
     if form not in ("gptq", "gptq_v2"):
-        raise Unsupported(
-            parts.path, f"is of GPTQ's format '{form[:40]}', and only gptq and gptq_v2 are read"
-        )
+        what = f"is of GPTQ's format '{form[:40]}', and only gptq and gptq_v2 are read"
+        raise Unsupported(parts.path, what)
     bits = parts.settings.number("bits") or 4
     parts.require(bits in (2, 3, 4, 8), parts.lead, f"is of {bits} bits, says {parts.settings.path}")
     turned = parts.strips.turned
     weight, scales = parts.of(parts.lead, "int32"), parts.of(f"{stem}.scales", "float16 bfloat16 float32")
     shapes = f"{list(weight.shape)} and {list(scales.shape)}"
-    parts.require(
-        len(weight.shape) == len(scales.shape) == 2, parts.lead, f"and its scales are of shapes {shapes}"
-    )
+    are_matrices = len(weight.shape) == len(scales.shape) == 2
+    parts.require(are_matrices, parts.lead, f"and its scales are of shapes {shapes}")
     inputs, (groups, outputs) = weight.shape[0] * 32 // bits, scales.shape
     fits = weight.shape[1] == outputs and weight.shape[0] * 32 % bits == 0 and outputs * bits % 32 == 0
     parts.require(fits, parts.lead, f"and its scales are of shapes {shapes}, which don't fit {bits} bits")
@@ -140,9 +138,8 @@ def of_rows(parts: PackedParts, name: str) -> Group:
     zero, words = None, 1 if is_whole else bits // gcd(bits, 32)
     if f"{name}_zero_point" in parts.tensors:
         held = (_words(bits, is_whole, shape[0]), groups)
-        zeros = packed(
-            elements(parts.of(f"{name}_zero_point", "int32", held)), Packing(bits, 0, words), shape[0]
-        )
+        points = elements(parts.of(f"{name}_zero_point", "int32", held))
+        zeros = packed(points, Packing(bits, 0, words), shape[0])
         zero = Grid(f"{name}_zero_point", zeros, block, index)
     codes = packed(elements(weight), Packing(bits, 1, words), shape[1])
     formula = Formula(codes, Integers(0 if zero else 1 << bits - 1), (scale,), zero)
@@ -180,8 +177,7 @@ def _size(parts: PackedParts, inputs: int, groups: int) -> int:
     return inputs // groups
 
 
-# ---- Weights of 4-bit floats (e2m1), two in a byte: MXFP4 with a power of two for 32, NVFP4 with fp8 for
-# 16.
+# ---- 4-bit floats (e2m1), two in a byte: MXFP4 has a power of two for 32, NVFP4 has fp8 for 16
 #
 # Sources: OCP's Microscaling Formats 1.0 (e2m1, e8m0), the `convert_moe_packed_tensors` of transformers'
 # MXFP4 (gpt-oss: `_blocks`, `_scales`, experts transposed), compressed-tensors' `nvfp4-pack-quantized`
@@ -213,9 +209,8 @@ def scales(given: Field) -> Field:
 def of_experts(parts: PackedParts, name: str) -> Group:
     """Return blocks of [experts, rows, groups, 16] bytes with their scales as a group."""
     blocks = parts.of(parts.lead, "uint8")
-    parts.require(
-        len(blocks.shape) == 4 and blocks.shape[-1] == OF_MX // 2, parts.lead, "isn't [E, rows, groups, 16]"
-    )
+    fits = len(blocks.shape) == 4 and blocks.shape[-1] == OF_MX // 2
+    parts.require(fits, parts.lead, "isn't [E, rows, groups, 16]")
     turned, (experts, rows, groups, _) = parts.strips.turned, blocks.shape
     given = parts.of(f"{name}_scales", "uint8", (experts, rows, groups))
     whole = blocks.stride[-2] == OF_MX // 2 and blocks.stride[-1] == 1
@@ -234,16 +229,14 @@ def fp4_rows(parts: PackedParts, name: str, scale: str, *, needs_whole: bool = T
     rows, columns = weight.shape[0], weight.shape[1] * 2
     size = OF_MX if given.dtype.name in EXPONENTS else OF_NV
     parts.of(scale, "uint8 float8", (rows, -(-columns // size)))
-    parts.require(
-        columns % size == 0, parts.lead, f"has rows of {columns}, which groups of {size} don't divide"
-    )
+    what = f"has rows of {columns}, which groups of {size} don't divide"
+    parts.require(columns % size == 0, parts.lead, what)
     has_whole = size == OF_NV and (needs_whole or f"{name}_scale_2" in parts.tensors)
     field = _with_whole(parts, name, given) if has_whole else scales(elements(given))
     codes = packed(elements(weight), Packing(4, 1), columns)
     formula = Formula(codes, _levels(), (Grid(scale, field, (1, size)),))
-    return parts.group(
-        name, "MXFP4" if size == OF_MX else "NVFP4", parts.settings.dtype, codes.shape, formula
-    )
+    kind = "MXFP4" if size == OF_MX else "NVFP4"
+    return parts.group(name, kind, parts.settings.dtype, codes.shape, formula)
 
 
 def _with_whole(parts: PackedParts, name: str, given: TensorRef) -> Field:
@@ -261,8 +254,7 @@ def _with_whole(parts: PackedParts, name: str, given: TensorRef) -> Field:
     return replace(numbers(elements(given)).each(both), storages=(given.storage, whole.storage))
 
 
-# ---- Weights of 8 bits an element with a scale beside them: fp8 and int8, by tensor, channel, group or
-# block.
+# ---- fp8 and int8 with scales, by tensor, channel, group or block
 #
 # Sources: DeepSeek-V3's README_WEIGHTS.md (`weight_scale_inv`, 128 × 128, multiplied), vLLM's `fp8.py`,
 # FBGEMM's and ModelOpt's checkpoints (`weight_scale`), compressed-tensors' `float-quantized` and `int-
@@ -396,8 +388,7 @@ def by_largest(parts: PackedParts, name: str) -> Group:
     return parts.group(parts.lead, "bitsandbytes int8", parts.settings.dtype, weight.shape, formula)
 
 
-# ---- Weights of 4-bit codes with a table of 16 numbers: bitsandbytes' NF4 and FP4, nested statistics or
-# not.
+# ---- 4-bit codes with a table of 16 numbers: bitsandbytes' NF4 and FP4, plain or nested
 #
 # A tensor is cut into blocks of `blocksize` numbers in row-major order, whatever its rows; `absmax` has
 # the largest magnitude of each. Nested, these are 8-bit codes themselves, with a table and largest
@@ -484,7 +475,6 @@ def _largest(parts: PackedParts, said: dict[str, Any], name: str, blocks: int) -
     codes: TensorRef = parts.of(absmax, "uint8", (blocks,))
     table = Table(_table(parts, f"{name}.nested_quant_map", 256))
     outer = parts.of(f"{name}.nested_absmax", "float32", (-(-blocks // size),))
-    inner = Formula(
-        elements(codes), table, (Grid(f"{name}.nested_absmax", numbers(elements(outer)), (size,)),)
-    )
+    grid = Grid(f"{name}.nested_absmax", numbers(elements(outer)), (size,))
+    inner = Formula(elements(codes), table, (grid,))
     return inner.field().each(lambda values: values + values.dtype.type(offset))

@@ -96,7 +96,7 @@ def _columns(whole: Field, tensor: TensorRef, at: Sizes, count: int) -> NDArray[
     return values
 
 
-# ---- Numbers that are looked up: what each code stands for in a block is worked out and rounded once.
+# ---- Lookup: the number of each code in a block is computed and rounded once
 #
 # A block of 128 × 128 has 16,384 elements and 256 codes. The results are those of the formula, for they
 # depend on nothing but the code and its block. Imports numpy.

@@ -1,4 +1,4 @@
-"""Packed tensors as plain ones, which are computed when they are written."""
+"""Make packed tensors plain, and plain ones fp8; values are computed on writing."""
 
 from __future__ import annotations
 
@@ -87,10 +87,8 @@ def dequantize(
         plain[group.parts[0]] = group.name, made.setdefault(form, tensor)  # what was tied stays tied
 
     def change(old: dict[object, object]) -> dict[object, object]:
-        entries = (
-            plain.get(str(key), (key, value)) for key, value in old.items() if key not in gone or key in plain
-        )
-        return dict(entries)
+        stay = ((key, value) for key, value in old.items() if key not in gone or key in plain)
+        return dict(plain.get(str(key), (key, value)) for key, value in stay)
 
     new, reports = replace_state(checkpoint, target, change), [caster.report for caster in casters.values()]
     new = replace(new, metadata=without_subclasses(checkpoint.metadata))
@@ -119,7 +117,7 @@ def _nothing(path: str, found: PackedState) -> CkptToolError:
     return next(unknown(path, packing_beside(path)), nothing)
 
 
-# ---- Matrices of layers as fp8 (e4m3) with scales, as vLLM and transformers load them.
+# ---- fp8 (e4m3) with scales, as vLLM and transformers load it
 #
 # A scale is the largest magnitude over 448, in float32, of a tensor, a row, or a block of 128 × 128; an
 # element is divided by it and rounded once. Sources: DeepSeek-V3's `weight_scale_inv` and

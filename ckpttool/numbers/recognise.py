@@ -1,4 +1,4 @@
-"""torchao's tensor subclasses: as `torch.save` pickles them, and as its safetensors support takes them apart.
+"""Recognise the packed tensors of a state, torchao's tensor subclasses among them.
 
 A pickle has the attributes of each subclass. In safetensors `layer.weight` is `layer._weight_qdata`,
 `layer._weight_scale` and so on, and the header has the rest as JSON under the tensor's name. Source: torchao
@@ -65,9 +65,7 @@ class Subclass:
             what = f"'{self.name[:200]}' is torchao's {self.kind[:40]}, and none of those read here"
             raise Unsupported(path, f"{what}: {', '.join((*PLAIN, *MICRO))}")
         block = self._block()
-        settings = (
-            QuantizationSettings(path, {"weight_block_size": block}) if block else QuantizationSettings()
-        )
+        settings = QuantizationSettings(path, {"weight_block_size": block}) if block else NONE
         parts = PackedParts(path, {**beside, self.name: data}, self.name, settings)
         for name in ("act_pre_scale", "is_swizzled_scales"):
             given = self.settings.get(name) or self.tensors.get(name)
@@ -114,9 +112,8 @@ def _pickled(name: str, value: object) -> Subclass | None:
             if not module.startswith(ROOT):
                 return None
             said = attributes(state)
-            tensors = {
-                str(key): tensor for key, each in said.items() if (tensor := tensor_of(each)) is not None
-            }
+            found = ((str(key), tensor_of(each)) for key, each in said.items())
+            tensors = {key: tensor for key, tensor in found if tensor is not None}
             dtype = torch_dtype(made[1]) if isinstance(made, tuple) and len(made) > 1 else None
             return Subclass(name, kind, tensors, said, dtype, (name,))
     return None
@@ -142,8 +139,7 @@ def _json(text: str | None) -> object:
         return None
 
 
-# ---- Which tensors of a state are packed: by their names, types, shapes, and the settings beside the
-# file.
+# ---- Recognition by names, types, shapes, and the settings beside the file
 
 
 # Methods whose tensors are known here; a checkpoint of another is named as what it is.
@@ -293,9 +289,8 @@ def _made(make: Make, parts: PackedParts) -> Group | CkptToolError:
 def unknown(path: str, settings: QuantizationSettings) -> Iterator[Unsupported]:
     """Yield what is wrong with the method that the settings name, if it is not known here."""
     if settings.method not in KNOWN:
-        yield Unsupported(
-            path, f"is quantised by '{settings.method[:40]}', which is none of the methods read here"
-        )
+        what = f"is quantised by '{settings.method[:40]}', which is none of the methods read here"
+        yield Unsupported(path, what)
     elif settings.method.startswith("compressed"):
         form = settings.text("format") or "dense"
         if form not in FORMATS:

@@ -117,8 +117,7 @@ def packing_beside(path: str) -> QuantizationSettings:
     return QuantizationSettings(place, method | section, model)
 
 
-# ---- A group of tensors that are one packed one: how schemes look for its parts, and what they make of
-# them.
+# ---- Groups: tensors that are one packed tensor together
 
 
 @dataclass(frozen=True, slots=True)

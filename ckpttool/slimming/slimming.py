@@ -288,6 +288,5 @@ def _nothing(folder: str, kept: Sequence[Slimmed]) -> NothingToDo:
     of_training = [file for file in kept if file.is_checkpoint]
     said = [f"{' = '.join((file.name, *file.links))} {file.why}" for file in of_training[:3]]
     what = f"{folder}: holds no checkpoint that would become smaller"
-    return NothingToDo(
-        f"{what} ({'; '.join(said)})" if said else what, hint=f"ckpttool inspect {shlex.quote(folder)}"
-    )
+    what += f" ({'; '.join(said)})" if said else ""
+    return NothingToDo(what, hint=f"ckpttool inspect {shlex.quote(folder)}")
