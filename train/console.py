@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 import textwrap
-from typing import TextIO
+from typing import Any, TextIO
 
 from ckpttool.core.files.commit import reason
 from ckpttool.errors import CheckFailed
@@ -46,11 +46,9 @@ def folded(line: str, stream: TextIO | None, *, indent: int = 0) -> str:
     """Return a line broken between words for the terminal that `stream` is; as it is if that is none."""
     if not is_terminal(stream):
         return line
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     width = shutil.get_terminal_size().columns
-    lines = textwrap.wrap(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(lines)
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * indent, **whole))
 
 
 def note(text: str) -> None:

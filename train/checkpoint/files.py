@@ -199,7 +199,7 @@ def _is_foreign(path: str, training: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        begin = _header(path) if path.endswith(DELTA) else _pickle(path)
+        begin = _begin(path)
     except Exception as error:  # of any kind: another program's file may be anything
         behind = system_error(error)
         if behind is None or behind.errno in (errno.EINVAL, errno.EACCES, errno.EPERM):
@@ -208,15 +208,14 @@ def _is_foreign(path: str, training: str) -> bool:
     return any(mark not in begin for mark in (b"digests", b"global_step", training.encode()))
 
 
-def _pickle(path: str) -> bytes:
-    with zipfile.ZipFile(path) as file:
-        name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
-        return file.open(name).read(LONGEST_PICKLE)
-
-
-def _header(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(min(int.from_bytes(file.read(8), "little"), LONGEST_PICKLE))
+def _begin(path: str) -> bytes:
+    """Return the header of a delta, or the pickle of a whole checkpoint."""
+    if path.endswith(DELTA):
+        with open(path, "rb") as file:
+            return file.read(min(int.from_bytes(file.read(8), "little"), LONGEST_PICKLE))
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return archive.open(name).read(LONGEST_PICKLE)
 
 
 # ---- deltas ------------------------------------------------------------------------------------------
@@ -429,15 +428,15 @@ class Parts:
 
     def local(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of the model's tensors, by name."""
-        return {name: _local(tensor) for name, tensor in self.tensors["model"].items()}
+        tensors = self.tensors["model"].items()
+        return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
 
     def shared(self) -> dict[str, Any]:
         """Return by name what is the same on all ranks of the model and the optimizer's state."""
         entries = self.tensors["optimizer"]["state"].items()
         state = {f"{kind} of {name}": value for name, entry in entries for kind, value in entry.items()}
-        return {
-            name: v for name, v in (self.tensors["model"] | state).items() if not transport.holds_parts(v)
-        }
+        values = self.tensors["model"] | state
+        return {name: value for name, value in values.items() if not transport.holds_parts(value)}
 
     def write(self) -> None:
         """Write this rank's file, and compute its digest. Sends nothing."""
@@ -446,10 +445,8 @@ class Parts:
                 os.makedirs(self.path, exist_ok=True)
                 results = self._writer.write_data(self._plan, self._planner).wait()
                 files = {result.storage_data.relative_path for result in results}
-                self._written = (
-                    results,
-                    {file: sha256_of_file(os.path.join(self.path, file)) for file in sorted(files)},
-                )
+                digests = {file: sha256_of_file(os.path.join(self.path, file)) for file in sorted(files)}
+                self._written = (results, digests)
         except FileError as failure:
             self._failure = failure
 
@@ -474,10 +471,6 @@ def _new_name(folder: str, step: int) -> str:
     while os.path.lexists(os.path.join(folder, name := f"step-{step:06d}-{secrets.token_hex(2)}.dcp")):
         pass  # of the same step, saved before
     return name
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- reading --------------------------------------------------------------------------------------------

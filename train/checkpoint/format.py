@@ -78,13 +78,8 @@ STRUCTURE: dict[str, Any] = {
 }
 
 
-def check_structure(path: str, state: Mapping[str, Any]) -> None:
-    """Raise Damaged, naming the place, if a checkpoint does not have this structure."""
-    _require(path, "", state, STRUCTURE)
-
-
 def _require(path: str, where: str, value: Any, wanted: Any) -> None:
-    """Raise Damaged, naming the place, if the value does not have the wanted structure."""
+    """Raise Damaged, naming the place, if a value does not have the wanted structure."""
     if isinstance(wanted, Each):
         _check_type(path, where, value, (list, tuple))
         for number, item in enumerate(value):
@@ -107,9 +102,9 @@ def _require(path: str, where: str, value: Any, wanted: Any) -> None:
 
 
 def _check_type(path: str, where: str, value: Any, types: tuple[type, ...]) -> None:
-    if not isinstance(value, types) or (
-        isinstance(value, bool) and bool not in types and object not in types
-    ):
+    # To Python a bool is an int.
+    is_one = isinstance(value, types) if not isinstance(value, bool) else {bool, object} & {*types}
+    if not is_one:
         names = " or ".join(kind.__name__ for kind in types)
         raise Damaged(path, f"{where} is a {type(value).__name__}, not a {names}")
 
@@ -159,17 +154,15 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     that were divided are rank 0's alone.
     """
     trainer.share_buffers()
+    config = trainer.config
     tensors = {"model": trainer.ddp.state_dict(), **trainer.updater.state()}
+    is_divided = config.model.shard and not config.saving.save_parts
     state = {
-        **(
-            transport.whole(tensors)
-            if trainer.config.model.shard and not trainer.config.saving.save_parts
-            else tensors
-        ),
+        **(transport.whole(tensors) if is_divided else tensors),
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init, "judge": trainer.judge},
         "rng": collectives.gather(randomness.take()),
-        "config": {name: value for name, value in trainer.config.plain().items() if name not in HOW_TO_SAVE},
+        "config": {name: value for name, value in config.plain().items() if name not in HOW_TO_SAVE},
         "versions": versions(trainer.place.device),
         "log": collectives.gather(trainer.log.state()),
         "training": training_of(trainer),
@@ -184,18 +177,15 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     Raises:
         UsageFault: the model has tensors of other names, shapes or types than the saved one.
     """
+    model = trainer.config.model.name
     try:
-        own = trainer.ddp.state_dict()
-        parts = {
-            name: transport.part_like(value, own.get(name, value)) for name, value in state["model"].items()
-        }
-        _require_same_types(trainer.config.model.name, own, parts)
+        own, saved = trainer.ddp.state_dict(), state["model"]
+        parts = {name: transport.part_like(value, own.get(name, value)) for name, value in saved.items()}
+        _require_same_types(model, own, parts)
         trainer.ddp.load_state_dict(parts, strict=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UsageFault(
-            f"--model {trainer.config.model.name}: differs from the saved model: {reason}"
-        ) from error
+        raise UsageFault(f"--model {model}: differs from the saved model: {reason}") from error
     trainer.updater.load(state)
     trainer.progress.load(state["progress"])
     was = state["config"].get("best"), state["plan"].get("judge", trainer.judge)
@@ -297,7 +287,7 @@ def read(path: str) -> dict[str, Any]:
         hint = f"inspect it: ckpttool inspect {path}; a slimmed one goes through --init"
         raise Refused(path, "is not a checkpoint of this trainer", hint=hint)
     with malformed(path):
-        check_structure(path, state)
+        _require(path, "", state, STRUCTURE)
         of_parts = {part: collectives.digest_all(values) for part, values in same_on_ranks(state).items()}
         digests = of_parts | {"run": digest_of_run(state)}
     for part, digest in state["digests"].items():

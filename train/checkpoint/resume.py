@@ -47,9 +47,8 @@ from ckpttool.verifying import verify
 from train.checkpoint import files
 from train.checkpoint.files import LAST, newest_first
 from train.checkpoint.format import COMPARED_BY_CONTENT, FREE, malformed, read, restore, versions
-from train.config import sections
 from train.config.flags import fields_of, shown
-from train.config.sections import CHANGEABLE, TrainConfig
+from train.config.sections import CHANGEABLE, TrainConfig, fields_of_change
 from train.data.data_set import Contents, Data, flat
 from train.model.updater import total_steps
 from train.trainer.progress import Sums
@@ -82,14 +81,16 @@ def load_weights(model: nn.Module, path: str, allow_missing: Sequence[str] = ())
         except NothingToDo as fault:
             raise UsageFault(f"--init-allow-missing: {fault.message}", hint=fault.hint) from None
         except Mismatch as fault:
-            raise _misfit(checkpoint, model, fault, tuple(allow_missing)) from None
+            raise _misfit(checkpoint, model, fault, allow_missing) from None
         verify.digest(checkpoint)  # compares checksums
         _require_finite(path, model)
         return list(_remarks_of_weights(checkpoint, state, model, loaded, allow_missing))
 
 
-def digest_of_weights(path: str) -> str:
+def digest_of_weights(path: str | None) -> str | None:
     """Return the SHA-256 of what `--init` takes from a file, the same for a copy in another format."""
+    if path is None:
+        return None
     with formats.open(path) as checkpoint:
         _state(checkpoint)
         return verify.digest(checkpoint, verify=False)
@@ -173,9 +174,7 @@ def _listed(names: Sequence[str], shown: int = SHOWN) -> str:
 # ---- advice --------------------------------------------------------------------------------------------
 
 
-def _misfit(
-    checkpoint: Checkpoint, model: nn.Module, fault: Mismatch, patterns: tuple[str, ...]
-) -> UsageFault:
+def _misfit(checkpoint: Checkpoint, model: nn.Module, fault: Mismatch, patterns: Sequence[str]) -> UsageFault:
     """Return the error for weights that do not fit: names, and what to do about it."""
     mismatched = [f"{name} ({its} in the file, {ours} in the model)" for name, its, ours in fault.mismatched]
     kinds = {"missing": fault.missing, "unexpected": fault.unexpected, "of another shape": mismatched}
@@ -194,7 +193,7 @@ def _paragraph(kind: str, names: Sequence[str]) -> list[str]:
     return textwrap.wrap(text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Return the commands that make the file fit and the flags that let it differ."""
     diagnosis = _diagnosis(checkpoint, model, patterns)
     fresh: tuple[str, ...] = ()
@@ -224,7 +223,7 @@ def _wanting(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
     return {*fit.missing, *(name for name, *_ in fit.mismatched)}
 
 
-def _diagnosis(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> Diagnosis:
+def _diagnosis(checkpoint: Checkpoint, model: nn.Module, patterns: Sequence[str]) -> Diagnosis:
     """Return why the file does not fit a model in which names that match a pattern may be missing."""
     blueprint = Blueprint.of(model)
     there = checkpoint.state().tensors
@@ -279,7 +278,7 @@ def resume(trainer: Trainer, folder: str) -> Resumed:
     config = trainer.config
     opened = collectives.broadcast(lambda: _open(trainer, folder))
     if opened is None:
-        trainer.init = collectives.from_rank_zero(lambda: _weights(config))
+        trainer.init = collectives.from_rank_zero(lambda: digest_of_weights(config.model.init))
         new = config.saving.resume == "auto" or config.saving.change
         unused = ", so --change changes nothing" if config.saving.change else ""
         return Resumed([f"a new run: {folder} has no checkpoint{unused}"] if new else [])
@@ -288,11 +287,6 @@ def resume(trainer: Trainer, folder: str) -> Resumed:
         restore(trainer, files.joined_parts(path, state, trainer.ddp.state_dict()))
         remarks = _remarks(trainer, state, path)
     return Resumed(passed_over + remarks, {name: state.get(name) for name in ("digests", "chain")})
-
-
-def _weights(config: TrainConfig) -> str | None:
-    """Return the digest of the weights that `--init` names."""
-    return digest_of_weights(config.model.init) if config.model.init else None
 
 
 def _open(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]] | None:
@@ -378,7 +372,7 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
     config, data, plan = trainer.config, trainer.data, state["plan"]
     fields = {name: field for name, (_, field) in fields_of(TrainConfig).items()}
     now, then = config.plain(), {**TrainConfig().plain(), **state["config"]}
-    allowed = sections.fields_of_change(config.saving.change)
+    allowed = fields_of_change(config.saving.change)
     free = FREE | COMPARED_BY_CONTENT | allowed
     if other := [name for name in now if name not in free and now[name] != then.get(name)]:
         flags = " ".join(shown(fields[name], then.get(name)) for name in other)
@@ -396,7 +390,7 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         if why := trainer.depends_on_passes(shares=name != "accumulate"):
             hint = f"give the same, or --change {name.replace('_', '-')}"
             raise _other(path, f"with {shown(fields[name], then[name])}, and {why}", hint)
-    if config.model.init and _weights(config) != plan["init"]:
+    if config.model.init and digest_of_weights(config.model.init) != plan["init"]:
         started = f"that did not start from the weights in {config.model.init}"
         raise _other(path, started, "leave out --init, or start another run")
     if plan["data"] != data.fingerprint:
@@ -425,29 +419,22 @@ def _check_same_contents(path: str, then: Contents, data: Data) -> None:
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """Return what the user should know about this resume: its position, and why bits may differ."""
     progress, steps, config = trainer.progress, trainer.feed.steps_per_epoch, trainer.config
+    training = config.training
     ends = (
-        ("--epochs", config.training.epochs, progress.epoch, "epoch", ""),
-        ("--max-steps", config.training.max_steps, progress.global_step, "step", ""),
-        (
-            "--stop-early",
-            config.scores.stop_early,
-            progress.since_best,
-            "evaluation",
-            " without a better score",
-        ),
+        ("--epochs", training.epochs, progress.epoch, "epoch"),
+        ("--max-steps", training.max_steps, progress.global_step, "step"),
+        ("--stop-early", config.scores.stop_early, progress.since_best, "evaluation"),
     )
-    for flag, most, done, unit, which in ends:
+    for flag, most, done, unit in ends:
         if most and done >= most:
-            has = f"{counted(done, unit)}{which}"
+            has = counted(done, unit) + " without a better score" * (flag == "--stop-early")
             return [f"{path} already has {has}: nothing to do ({flag} N trains longer)"]
-    stream = trainer.feed.stream
+    stream, data = trainer.feed.stream, f"--data {trainer.data.name}"
     of_steps = f" of {steps}" if stream is None else ""
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step}{of_steps}"]
     if stream is not None and progress.step and not stream.resumes:
         read = progress.step * config.batch.size
-        remarks.append(
-            f"--data {trainer.data.name} does not know its position: {read:,} samples are read again"
-        )
+        remarks.append(f"{data} does not know its position: {read:,} samples are read again")
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
         but = " but for the repeats at the end of an epoch" * (trainer.feed.plan.sampler == "torch")
@@ -461,21 +448,14 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
     of_training, *_ = trainer.data.parts()
     if of_training.draws_itself() or (stream is not None and stream.varies()):
-        why = f"--data {trainer.data.name} draws from random generators of its own"
+        why = f"{data} draws from random generators of its own"
         others = "(Python's, numpy's and torch's own are seeded for each sample)"
         remarks.append(f"{why}, so this run differs from one that never stopped {others}")
-    remarks += [
-        f"{name.replace('_', '-')} {then[name]} -> {now[name]}"
-        for name in sorted(sections.fields_of_change(config.saving.change))
-        if then[name] != now[name]
-    ]
-    training = config.training
+    changed = [name for name in sorted(fields_of_change(config.saving.change)) if then[name] != now[name]]
+    remarks += [f"{name.replace('_', '-')} {then[name]} -> {now[name]}" for name in changed]
     before_it = replace(training, epochs=then["epochs"], max_steps=then["max_steps"])
-    if total_steps(before_it, steps) != total_steps(training, steps) and config.schedule.name != "none":
-        length = (
-            f"{total_steps(training, steps)} steps"
-            if config.training.max_steps
-            else f"{config.training.epochs} epochs"
-        )
+    total = total_steps(training, steps)
+    if total_steps(before_it, steps) != total and config.schedule.name != "none":
+        length = f"{total} steps" if training.max_steps else f"{training.epochs} epochs"
         remarks.append(f"the learning rate now follows {length}")
     return remarks

@@ -18,12 +18,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from ckpttool.distributed import collectives, heartbeat, transport
 from ckpttool.errors import CheckFailed, FileError
 from train.checkpoint import files
-from train.checkpoint import files as checkpoint_files
 from train.checkpoint.files import BEST, LAST, Parts, numbered, remove_unnamed, split_parts
 from train.checkpoint.format import SETTINGS, capture, digest_of_run, named_optimizer, same_on_ranks
 from train.trainer.trainer import Trainer
 
 T = TypeVar("T")
+Tell = Callable[..., None]
 
 # What is added to the niceness of a thread that writes: training goes first where cores are few.
 NICENESS = 10
@@ -93,10 +93,9 @@ class Save:
         if self.parts:
             self.parts.write()
             shared |= collectives.digest_each(self.parts.shared())
+        is_divided = self.config.optimizer.zero
         of_optimizer = parts["optimizer"].items()
-        shared |= {
-            name: d for name, d in of_optimizer if not self.config.optimizer.zero or name.startswith(SETTINGS)
-        }
+        shared |= {name: d for name, d in of_optimizer if not is_divided or name.startswith(SETTINGS)}
         return shared | {f"the average of {name}": digest for name, digest in parts.get("ema", {}).items()}
 
     def write(self) -> None:
@@ -114,31 +113,27 @@ class Save:
         if self.parts:
             self.allowed.result()
             self.state["parts"] = self.parts.finish()
-        checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
-        if self.config.saving.keep_deltas and self._numbered in self.placed:
-            self._keep_delta()
-        if self.config.saving.keep:
-            checkpoint_files.drop_old(self.folder, self.config.saving.keep, self.state["training"])
+        files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
+        saving, training = self.config.saving, self.state["training"]
+        if saving.keep_deltas and numbered(self.step) in self.placed:
+            self._keep_delta(saving.keep_deltas, training)
+        if saving.keep:
+            files.drop_old(self.folder, saving.keep, training)
         if self.config.scores.keep_best:
             best = [int(step) for _, step in self.state["progress"]["top"]]
-            checkpoint_files.drop_worse(self.folder, best, self.state["training"])
+            files.drop_worse(self.folder, best, training)
 
-    def _keep_delta(self) -> None:
-        training, every = self.state["training"], self.config.saving.keep_deltas
+    def _keep_delta(self, every: int, training: str) -> None:
         if not self.in_haste and (failure := files.keep_delta(self.folder, self.step, every, training)):
             text = f"step {self.step} is kept whole, as its delta could not be made: {failure}"
             self.remarks.append(("delta failed", text))
         files.drop_wholes(self.folder, self.step, training)
 
-    @property
-    def _numbered(self) -> str:
-        return checkpoint_files.numbered(self.step)
-
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
         self.allowed.result()
         with self.recorded(self.state):
-            if self._numbered in self.names:
+            if numbered(self.step) in self.names:
                 gone = files.drop_built_on(self.folder, self.step, self.state["training"])
                 if gone:
                     text = f"removed what was built on another step {self.step}: {', '.join(gone)}"
@@ -160,10 +155,10 @@ class Save:
         for name, tensor in self.finite.items():
             # The sum is much faster, and finite only if all values are; but it may overflow where they are.
             if tensor is not None and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
-                last = os.path.join(self.folder, checkpoint_files.LAST)
+                last = os.path.join(self.folder, LAST)
                 before = f"; {last} is from before that" if os.path.exists(last) else ""
-                than = "" if self.config.optimizer.lr is None else f" than {self.config.optimizer.lr:g}"
-                lower = f"give a smaller --lr{than}, or --warmup"
+                lr = self.config.optimizer.lr
+                lower = f"give a smaller --lr{'' if lr is None else f' than {lr:g}'}, or --warmup"
                 hint = f"{lower}, or look for NaN in the samples and in the loss{before}"
                 what = f"after step {self.step} {name} is NaN or infinite: training has diverged"
                 raise CheckFailed(what, hint=hint)
@@ -293,9 +288,7 @@ class Saver:
     next save tries again. `finish` raises it if no later save of that file succeeded.
     """
 
-    def __init__(
-        self, trainer: Trainer, folder: str, tell: Callable[..., None] = lambda *_, **__: None
-    ) -> None:
+    def __init__(self, trainer: Trainer, folder: str, tell: Tell = lambda *_, **__: None) -> None:
         self.trainer, self.folder, self._tell = trainer, folder, tell
         self._staging = Staging()
         self._pending: Save | None = None
@@ -317,33 +310,31 @@ class Saver:
         if not (last or best or kept):
             return
         heartbeat.phase("save")
-        trainer, config = self.trainer, self.trainer.config
+        trainer, saving = self.trainer, self.trainer.config.saving
         self._wait_for_last()
         names, step = [LAST] * last + [BEST] * best, trainer.progress.global_step
-        names += [numbered(step)] * bool(last and (config.saving.keep or config.saving.keep_deltas))
+        names += [numbered(step)] * bool(last and (saving.keep or saving.keep_deltas))
         names += [numbered(step, "best")] * kept
         model = trainer.ddp.module
         # Copies, as the buffers become rank 0's. Others may be infinite on purpose: masks are.
         norms = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, _NormBase))
-        statistics = {
-            name: buffer.clone() for path, layer in norms for name, buffer in layer.named_buffers(path, False)
-        }
+        buffers = (pair for path, layer in norms for pair in layer.named_buffers(path, False))
+        statistics = {name: buffer.clone() for name, buffer in buffers}
         state = capture(trainer)
         if collectives.rank() != 0:  # the others only compare
             state = {part: state[part] for part in COMPARED if part in state}
         parts = None
-        if config.saving.save_parts:
+        if saving.save_parts:
             state, tensors = split_parts(state)
-            parts = Parts(tensors, self.folder, trainer.progress.global_step)
+            parts = Parts(tensors, self.folder, step)
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_of(state))
-        if not config.model.shard and (
-            config.saving.save == "async" or not on_cpu
-        ):  # else it is a copy already
+        in_background = saving.save == "async"
+        if not trainer.config.model.shard and (in_background or not on_cpu):  # else it is a copy already
             state, statistics = self._staging.copy((state, statistics))
         own = parts.local() if parts else state["model"]
         finite = {name: own.get(f"module.{name}") for name, _ in model.named_parameters()}
         self._pending = save = Save(state, self.folder, names, finite | statistics, trainer, parts, in_haste)
-        if config.saving.save == "async":
+        if in_background:
             save.begin()
         else:
             save.look()
@@ -384,9 +375,8 @@ class Saver:
         self._agree(save)
         if self.trainer.config.saving.save == "sync":
             save.write()
-        failure, placed, remarks = collectives.from_rank_zero(
-            lambda: (_failure(save), save.placed, save.remarks)
-        )
+        said = collectives.from_rank_zero(lambda: (_failure(save), save.placed, save.remarks))
+        failure, placed, remarks = said
         self._pending = None
         for name in placed:
             self._failed.pop(name, None)

@@ -30,7 +30,7 @@ from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.mapping.verbs import lines, text
 from train.config import sections
 from train.config.flags import Field, Parser, add_flags, closest, fields_of, flags_in, name_of, setting_of
-from train.config.sections import TrainConfig, check
+from train.config.sections import TrainConfig, check, check_shared
 
 CONFIG_FILE = "config.toml"
 # How a run's own file begins, which no other file may be overwritten by.
@@ -231,6 +231,7 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
     given = vars(parser.parse_args(arguments))
     config = _complete({**_of_file(parser, given), **given})
     check(config)
+    check_shared(config.data, config.ranks)
     check_plan(config, config.ranks.spawn or given_world_size())
     return config
 

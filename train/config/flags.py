@@ -156,6 +156,14 @@ def count(default: int | None, text: str, *, least: int = 1, **options: Any) -> 
     return flag(default, text, type=integer(least), metavar="N", **options)
 
 
+def repeated(text: str, **options: Any) -> Any:
+    return flag((), text, action="append", **options)
+
+
+def switch(text: str, **options: Any) -> Any:
+    return flag(False, text, **options)
+
+
 def real(default: float | None, text: str, **span: float) -> Any:
     return flag(default, text, type=number(**span), metavar="X")
 
@@ -316,10 +324,9 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Sections], first: Se
     """Add the flags of a configuration: those named `first` alone, then the others under their headings."""
     fields = {setting_of(field): field for field in flags_in(config)}
     headings = {name: field.metadata["group"] for name, field in fields.items()}
-    shown_first = dict.fromkeys(first, FIRST)
-    for heading, names in groupby(
-        [*first, *(name for name in fields if name not in first)], {**headings, **shown_first}.get
-    ):
+    headings |= dict.fromkeys(first, FIRST)
+    in_order = [*first, *(name for name in fields if name not in first)]
+    for heading, names in groupby(in_order, headings.__getitem__):
         add = parser.add_argument_group(heading).add_argument
         for name in names:
             add(name_of(fields[name]), **_options(fields[name]))

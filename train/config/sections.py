@@ -13,34 +13,21 @@ from typing import Any
 
 from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
-from train.config.flags import (
-    Every,
-    Sections,
-    count,
-    duration,
-    every,
-    flag,
-    integers,
-    integers_or_auto,
-    mesh,
-    number,
-    numbers,
-    real,
-    span,
-)
+from train.config import flags
+from train.config.flags import Every, Sections, count, flag, number, real, repeated, switch
 
 OWN = ""  # the name of --data's own test set, beside those of --also-test
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 OPTIMIZERS: dict[str, dict[str, float]] = {
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+    "sgd": SGD,
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
     "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 1e-1},
 }
 OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
 COURSES = ("none", "cosine", "linear", "step", "wsd", "onecycle")
-NO_WARMUP = Every(0, "epochs")
 EACH_EPOCH = Every(1, "epochs")
 
 # A whole checkpoint, and the deltas in a row that are read (LONGEST of ckpttool/deltas/reading.py).
@@ -75,12 +62,6 @@ def scale(text: str) -> str:
     return text
 
 
-def scale_in(text: str) -> tuple[str, float]:
-    """Return the expression and the factor of a `--lr-scale`."""
-    name, _, factor = text.rpartition("=")
-    return name, float(factor)
-
-
 def fractions(text: str) -> tuple[float, ...]:
     """Read numbers from 0 to below 1, with commas between them."""
     return tuple(map(number(least=0, below=1), text.split(",")))
@@ -105,11 +86,9 @@ class ScoresConfig:
 class LogConfig:
     """What is written down during training; none of it changes a step."""
 
-    tracker: tuple[str, ...] = flag(
-        (),
+    tracker: tuple[str, ...] = repeated(
         "log {tensorboard,wandb,mlflow,trackio}: also log there; may be repeated. Training goes on while its "
-        "server is away",
-        action="append",
+        "server is away"
     )
     every: tuple[str, str] | None = flag(
         None,
@@ -121,7 +100,7 @@ class LogConfig:
         None,
         "log N|N-M: record these steps with torch's profiler, for N the N after the tenth, in "
         "profile/trace.json.gz",
-        type=span,
+        type=flags.span,
     )
     log_every: int = count(50, "log: steps between two entries of log.jsonl (50)")
 
@@ -136,12 +115,10 @@ class SettingsConfig:
     like: str | None = flag(
         None, "settings RUN: take the settings of a run, from its config.toml, and name what differs"
     )
-    unset: tuple[str, ...] = flag(
-        (),
-        "settings NAME: with --config or --like: leave out this setting of the file; may be repeated",
-        action="append",
+    unset: tuple[str, ...] = repeated(
+        "settings NAME: with --config or --like: leave out this setting of the file; may be repeated"
     )
-    print_config: bool = flag(False, "settings: print the settings as such a file, and train nothing")
+    print_config: bool = switch("settings: print the settings as such a file, and train nothing")
 
 
 @dataclass(frozen=True)
@@ -154,13 +131,9 @@ class OptimizerConfig:
         "torch.optim, or file.py:factory, which gets what it takes of params, model, lr and the flags below",
         name="optimizer",
     )
-    lr: float | None = real(
-        OPTIMIZERS["sgd"]["lr"], "optimizer: learning rate (sgd 0.1, others 0.001)", above=0
-    )
-    momentum: float | None = real(
-        OPTIMIZERS["sgd"]["momentum"], "optimizer: sgd 0.9, muon 0.95", least=0, below=1
-    )
-    nesterov: bool = flag(False, "optimizer: momentum that looks ahead, of sgd; muon has it always")
+    lr: float | None = real(SGD["lr"], "optimizer: learning rate (sgd 0.1, others 0.001)", above=0)
+    momentum: float | None = real(SGD["momentum"], "optimizer: sgd 0.9, muon 0.95", least=0, below=1)
+    nesterov: bool = switch("optimizer: momentum that looks ahead, of sgd; muon has it always")
     betas: tuple[float, ...] | None = flag(
         None, "optimizer X,X: decay of the averages of adam and its family (0.9,0.999)", type=fractions
     )
@@ -171,21 +144,16 @@ class OptimizerConfig:
         "the optimizer has one (off)",
     )
     weight_decay: float | None = real(
-        OPTIMIZERS["sgd"]["weight_decay"], "optimizer: sgd 0.0001, adamw 0.01, muon 0.1, others 0", least=0
+        SGD["weight_decay"], "optimizer: sgd 0.0001, adamw 0.01, muon 0.1, others 0", least=0
     )
-    decay_norms: bool = flag(False, "optimizer: let normalisation layers and biases decay too")
-    no_decay: tuple[str, ...] = flag(
-        (),
-        "optimizer REGEX: let parameters in whose name this is found not decay; may be repeated",
-        type=pattern,
-        action="append",
+    decay_norms: bool = switch("optimizer: let normalisation layers and biases decay too")
+    no_decay: tuple[str, ...] = repeated(
+        "optimizer REGEX: let parameters in whose name this is found not decay; may be repeated", type=pattern
     )
-    lr_scale: tuple[str, ...] = flag(
-        (),
+    lr_scale: tuple[str, ...] = repeated(
         "optimizer REGEX=X: multiply the learning rate of parameters in whose name REGEX is found; may be "
         "repeated, the first that is found counts",
         type=scale,
-        action="append",
     )
     layer_decay: float | None = real(
         None,
@@ -194,12 +162,10 @@ class OptimizerConfig:
         above=0,
         below=1,
     )
-    muon_for: tuple[str, ...] = flag(
-        (),
+    muon_for: tuple[str, ...] = repeated(
         "optimizer REGEX: with --optimizer muon: the matrices that it takes, by name (those inside: no "
         "embedding, and not the last); may be repeated",
         type=pattern,
-        action="append",
     )
     clip_norm: float | None = real(
         None, "optimizer: scale the gradient down to this norm if it is longer", above=0
@@ -210,7 +176,7 @@ class OptimizerConfig:
         above=0,
         below=1,
     )
-    zero: bool = flag(False, "optimizer: divide the optimizer's state among the ranks (ZeRO-1)")
+    zero: bool = switch("optimizer: divide the optimizer's state among the ranks (ZeRO-1)")
 
 
 @dataclass(frozen=True)
@@ -226,10 +192,10 @@ class ScheduleConfig:
         name="scheduler",
     )
     warmup: Every = flag(
-        NO_WARMUP,
+        Every(0, "epochs"),
         "optimizer N[steps|epochs]: raise the learning rate from zero over this many (0; onecycle: 0.3 of "
         "all)",
-        type=every("epochs", "steps", least=0),
+        type=flags.every("epochs", "steps", least=0),
     )
     min_lr: float | None = real(
         None, "optimizer: the learning rate in which the schedule ends, instead of 0", above=0
@@ -238,7 +204,7 @@ class ScheduleConfig:
         None,
         "optimizer N[steps|epochs]: with --scheduler wsd: lower the learning rate over this many at the end "
         "(0.2 of all)",
-        type=every("epochs", "steps", least=1),
+        type=flags.every("epochs", "steps", least=1),
     )
 
 
@@ -262,16 +228,16 @@ class DataConfig:
     shuffle_window: int | None = count(
         None, "data: shuffle a stream within so many samples that follow each other (hf:NAME 1000, others 1)"
     )
-    skip_damaged: bool = flag(False, "data: leave out samples that can't be read, and count them")
+    skip_damaged: bool = switch("data: leave out samples that can't be read, and count them")
     data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
-    download: bool = flag(False, "data: download cifar10 or mnist if it is missing")
+    download: bool = switch("data: download cifar10 or mnist if it is missing")
     mean: tuple[float, ...] | None = flag(
         None,
         "data M,M,M: subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
-        type=numbers,
+        type=flags.numbers,
     )
     std: tuple[float, ...] | None = flag(
-        None, "data S,S,S: each channel is then divided by it (0.229,0.224,0.225)", type=numbers
+        None, "data S,S,S: each channel is then divided by it (0.229,0.224,0.225)", type=flags.numbers
     )
     resize: int | None = count(None, "data: resize a folder's images to N by N")
     task: str = flag(
@@ -281,10 +247,8 @@ class DataConfig:
         "file.py:factory",
     )
     eval_batch: int = count(128, "task: test samples in one forward pass (128)")
-    also_test: tuple[str, ...] = flag(
-        (),
-        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated",
-        action="append",
+    also_test: tuple[str, ...] = repeated(
+        "scores NAME=DATA: score this test set too, the test part of what --data would take; may be repeated"
     )
 
 
@@ -296,7 +260,7 @@ class RanksConfig:
     backend: str = flag(
         "auto", "ranks {auto,gloo,nccl}: auto: nccl if each rank has a GPU, otherwise gloo on the CPU"
     )
-    mixed_torch: bool = flag(False, "ranks: let ranks run different minor versions of torch")
+    mixed_torch: bool = switch("ranks: let ranks run different minor versions of torch")
     timeout: float = real(600.0, "ranks SECONDS: how long a rank waits for the others (600)", above=0)
     hang_timeout: float = real(
         300.0,
@@ -340,12 +304,12 @@ class TaskConfig:
         None,
         "task X,X,...: how much a sample of each class counts in the training loss, as the weight of "
         "torch's cross entropy",
-        type=numbers,
+        type=flags.numbers,
     )
     eval_every: Every = flag(
         EACH_EPOCH,
         "task N[steps|epochs]: how often to evaluate; in epochs by default (1)",
-        type=every("epochs", "steps", least=1),
+        type=flags.every("epochs", "steps", least=1),
     )
 
 
@@ -359,11 +323,9 @@ class ModelConfig:
         name="model",
     )
     init: str | None = flag(None, "model FILE: start from the weights of any checkpoint that ckpttool reads")
-    init_allow_missing: tuple[str, ...] = flag(
-        (),
+    init_allow_missing: tuple[str, ...] = repeated(
         "model GLOB: leave parameters that match this pattern as they are made, if --init lacks them or has "
-        "others; may be repeated",
-        action="append",
+        "others; may be repeated"
     )
     batchnorm: str = flag(
         "plain",
@@ -371,30 +333,28 @@ class ModelConfig:
         "statistics; sync: by all ranks' samples; pooled: as plain, but with the running statistics of all "
         "ranks' samples",
     )
-    compile: bool = flag(False, "model: compile the model with torch.compile")
-    grad_checkpoint: bool = flag(
-        False, "model: compute activations again in the backward pass: less memory, more time"
+    compile: bool = switch("model: compile the model with torch.compile")
+    grad_checkpoint: bool = switch(
+        "model: compute activations again in the backward pass: less memory, more time"
     )
-    find_unused: bool = flag(False, "model: let a forward pass leave parameters out, at the cost of a search")
-    shard: bool = flag(
-        False, "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)"
+    find_unused: bool = switch("model: let a forward pass leave parameters out, at the cost of a search")
+    shard: bool = switch(
+        "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)"
     )
-    shard_blocks: tuple[str, ...] = flag(
-        (),
+    shard_blocks: tuple[str, ...] = repeated(
         "model CLASS: with --shard: modules of this class are put together one at a time (the blocks that "
-        "--grad-checkpoint takes); may be repeated",
-        action="append",
+        "--grad-checkpoint takes); may be repeated"
     )
     shard_dtype: str | None = flag(
         None, "model {bf16}: with --shard: send and use parameters in this type, and sum gradients in float32"
     )
-    shard_offload: bool = flag(
-        False, "model: with --shard: keep parameters and the optimizer's state in the memory of the CPU"
+    shard_offload: bool = switch(
+        "model: with --shard: keep parameters and the optimizer's state in the memory of the CPU"
     )
     mesh: str | None = flag(
         None,
         "model GROUPSxRANKS: with --shard: hold the model once in each group of ranks, as 2x4 (one group)",
-        type=mesh,
+        type=flags.mesh,
     )
 
 
@@ -405,7 +365,7 @@ class TrainingConfig:
     epochs: int = count(10, "training: passes over the training samples (10)")
     max_steps: int | None = count(None, "training: end after this many optimizer steps")
     max_time: float | None = flag(
-        None, "training TIME: end after this time, in seconds, or as 30min or 2h", type=duration
+        None, "training TIME: end after this time, in seconds, or as 30min or 2h", type=flags.duration
     )
 
 
@@ -417,13 +377,13 @@ class BatchConfig:
     rank_batch: tuple[int, ...] | None = flag(
         None,
         "training N,N,...: samples per optimizer step of each rank, in place of --batch-size",
-        type=integers,
+        type=flags.integers,
     )
     rank_share: tuple[int, ...] | str | None = flag(
         None,
         "training N,N,...|auto: divide each batch in these proportions; auto: by the measured speed of the "
         "ranks",
-        type=integers_or_auto,
+        type=flags.integers_or_auto,
     )
     virtual_ranks: int | None = count(
         None,
@@ -440,7 +400,7 @@ class BatchConfig:
         "training {exact,torch,none}: exact (the default): every sample once in an epoch; torch: as "
         "DistributedSampler, which repeats samples or drops them; none: as without one, for --preview only",
     )
-    drop_last: bool = flag(False, "training: leave out the short batch that ends an epoch")
+    drop_last: bool = switch("training: leave out the short batch that ends an epoch")
     set_epoch: bool = flag(True, "training: give every epoch the same order, as without set_epoch")
 
 
@@ -454,19 +414,18 @@ class NumbersConfig:
         "(none)",
     )
     seed: int = count(0, "training: seeds weights, dropout and the order of samples (0)", least=0)
-    deterministic: bool = flag(False, "training: use only algorithms that give the same bits each time")
+    deterministic: bool = switch("training: use only algorithms that give the same bits each time")
 
 
 @dataclass(frozen=True)
 class PreviewConfig:
     """The plan is shown, and nothing is trained."""
 
-    shown: bool = flag(
-        False,
+    shown: bool = switch(
         "training: show which rank takes which samples in which step, and train nothing",
         name="preview",
     )
-    json: bool = flag(False, "training: with --preview: print JSON")
+    json: bool = switch("training: with --preview: print JSON")
 
 
 @dataclass(frozen=True)
@@ -477,15 +436,14 @@ class SavingConfig:
     save_every: Every = flag(
         EACH_EPOCH,
         "saving N[steps|epochs|s|min|h]: how often to write last.pt; in epochs by default (1)",
-        type=every("epochs", "steps", "s", "min", "h", least=1),
+        type=flags.every("epochs", "steps", "s", "min", "h", least=1),
     )
     save: str = flag(
         "async",
         "saving {sync,async}: async (the default): train on while a copy of the state is written; sync: "
         "wait, without a copy",
     )
-    save_parts: bool = flag(
-        False,
+    save_parts: bool = switch(
         "saving: with --shard: let each rank write its part, into a folder that torch.distributed.checkpoint "
         "and ckpttool merge read; last.pt names it",
     )
@@ -509,13 +467,11 @@ class SavingConfig:
         nargs="?",
         const="auto",
     )
-    change: tuple[str, ...] = flag(
-        (),
+    change: tuple[str, ...] = repeated(
         "saving NAME: with --resume: let this setting differ from the saved run's; may be repeated. One of "
-        + ", ".join(sorted(CHANGEABLE)).replace("_", "-"),
-        action="append",
+        + ", ".join(sorted(CHANGEABLE)).replace("_", "-")
     )
-    force: bool = flag(False, "saving: start over in a folder that holds a run, and overwrite it")
+    force: bool = switch("saving: start over in a folder that holds a run, and overwrite it")
     prove_every: int | None = count(
         None,
         "saving: chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for "
@@ -553,9 +509,9 @@ def defaults_of(optimizer: str) -> dict[str, Any]:
 
     A user's own factory gets none: it has its own.
     """
-    return (
-        dict.fromkeys(OTHER_OPTIMIZERS) if ":" in optimizer else OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
-    )
+    if ":" in optimizer:
+        return dict.fromkeys(OTHER_OPTIMIZERS)
+    return OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
 
 
 # ---- checks ------------------------------------------------------------------------------------------
@@ -575,7 +531,6 @@ def check(config: TrainConfig) -> None:
     if config.batch.accumulate > config.batch.size:
         passes = f"--accumulate {config.batch.accumulate}"
         raise UsageFault(f"{passes}: more passes than the {config.batch.size} samples in a batch")
-    check_shared(config.data, config.ranks)
 
 
 def check_shared(data: DataConfig, ranks: RanksConfig) -> None:
@@ -601,8 +556,8 @@ def _check_optimizer(settings: OptimizerConfig) -> None:
     if settings.no_decay and settings.weight_decay == 0:
         raise UsageFault("--no-decay: there is no --weight-decay", hint="give one, or leave --no-decay out")
     if (settings.lr_scale or settings.layer_decay) and settings.lr is None:
-        flags = "--lr-scale" if settings.lr_scale else "--layer-decay"
-        raise UsageFault(f"{flags}: needs --lr, of which it is a part", hint="give --lr")
+        given = "--lr-scale" if settings.lr_scale else "--layer-decay"
+        raise UsageFault(f"{given}: needs --lr, of which it is a part", hint="give --lr")
 
 
 def _check_schedule(settings: ScheduleConfig, lr: float | None) -> None:
@@ -643,7 +598,7 @@ def _check_saving(saving: SavingConfig) -> None:
 def hook_interval(given: tuple[str, str]) -> Every:
     """Return how often the function of `--every` is called."""
     try:
-        return every("steps", "epochs", least=1)(given[0])
+        return flags.every("steps", "epochs", least=1)(given[0])
     except argparse.ArgumentTypeError as error:
         raise UsageFault(f"--every: {error}", hint="for example: --every 100steps own.py:sample") from None
 

@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 from ckpttool.distributed import transport
 from ckpttool.distributed.transport import holds_parts, part_like
 from ckpttool.errors import UsageFault
-from train.config import sections
 from train.config.sections import OptimizerConfig
 from train.model.wrapping import block_paths
+
+Groups = list[dict[str, Any]]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # whose weights neither decay nor are muon's, whatever their axes
@@ -40,7 +41,7 @@ class Rules(NamedTuple):
     scaled: int  # the number of its --lr-scale, from 1; 0 for none
 
 
-def groups_of(settings: OptimizerConfig, model: nn.Module, prefix: str = "") -> list[dict[str, Any]]:
+def groups_of(settings: OptimizerConfig, model: nn.Module, prefix: str = "") -> Groups:
     """Return the parameters that require gradients, each once, in groups; those that decay come first.
 
     Args:
@@ -50,7 +51,8 @@ def groups_of(settings: OptimizerConfig, model: nn.Module, prefix: str = "") -> 
     inside = matrices(model, settings.muon_for) if is_muon else set()
     keeps = _not_decaying(settings, model)
     layers = layers_of(model) if settings.layer_decay else {}
-    scales = [sections.scale_in(text) for text in settings.lr_scale]
+    parts = (text.rpartition("=") for text in settings.lr_scale)
+    scales = [(name, float(factor)) for name, _, factor in parts]
     scaled = found_in("--lr-scale", [name for name, _ in scales], model)
     groups: dict[Rules, dict[str, Any]] = {}
     for name, parameter in trained(model).items():
@@ -114,12 +116,8 @@ def _not_decaying(settings: OptimizerConfig, model: nn.Module) -> set[str]:
     names = set(found_in("--no-decay", settings.no_decay, model))
     if settings.decay_norms:
         return names
-    norms = {
-        id(parameter)
-        for layer in model.modules()
-        if isinstance(layer, NORMS)
-        for parameter in layer.parameters(recurse=False)
-    }
+    layers = (layer for layer in model.modules() if isinstance(layer, NORMS))
+    norms = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     return names | {name for name, p in trained(model).items() if not decays(name, p, norms)}
 
 
@@ -153,10 +151,9 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> set[int]:
     for name, parameter in model.named_parameters():
         if name in chosen and (parameter.dim() != 2 or parameter.is_complex()):
             shape = "×".join(map(str, parameter.shape)) or "one number"
-            what = (
-                f"--muon-for {patterns[chosen[name]]}: parameter {name} is {shape}, and muon takes matrices"
-            )
-            raise UsageFault(what, hint="give an expression that only matrices match")
+            what = f"--muon-for {patterns[chosen[name]]}: parameter {name} is {shape}"
+            hint = "give an expression that only matrices match"
+            raise UsageFault(f"{what}, and muon takes matrices", hint=hint)
     return {id(parameter) for name, parameter in model.named_parameters() if name in chosen}
 
 
@@ -185,9 +182,7 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     return layers
 
 
-def require_same(
-    model: str, optimizer: str, saved: list[dict[str, Any]], groups: list[dict[str, Any]]
-) -> None:
+def require_same(model: str, optimizer: str, saved: Groups, groups: Groups) -> None:
     """Raise UsageFault if saved groups are of parameters with other names, or divide them otherwise."""
     theirs, ours = ([group["param_names"] for group in each] for each in (saved, groups))
     if {*chain(*theirs)} != {*chain(*ours)}:
@@ -244,9 +239,9 @@ def require_of_parameters(optimizer: Optimizer, who: str) -> None:
 
 def _part(entry: Any, parameter: torch.nn.Parameter | None) -> Any:
     """Return this rank's part of a parameter's state, as with `--shard`."""
-    return (
-        entry if parameter is None else transport.mapped(entry, lambda tensor: part_like(tensor, parameter))
-    )
+    if parameter is None:
+        return entry
+    return transport.mapped(entry, lambda tensor: part_like(tensor, parameter))
 
 
 def _as_saved(own: Any, saved: Any, parameter: torch.nn.Parameter) -> Any:

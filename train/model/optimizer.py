@@ -102,18 +102,16 @@ def check_resumes(settings: OptimizerConfig, model: nn.Module) -> None:
     _step(models[0], first, 0)
     state = first.state_dict()
     if odd := sorted(map(str, state.keys() - {"state", "param_groups"})):
-        raise UsageFault(
-            f"{said}: its state_dict has {odd[0]} beside state and param_groups, which is not saved"
-        )
+        what = f"{said}: its state_dict has {odd[0]} beside state and param_groups"
+        raise UsageFault(f"{what}, which is not saved")
     _check_entries(said, state["state"])
     try:
         torch.save(state, file := io.BytesIO())
         file.seek(0)
         state = torch.load(file, weights_only=True)
     except Exception as error:  # torch's own text tells how to run what is in a file
-        of_all = [
-            pair for entry in (*state["state"].values(), *state["param_groups"]) for pair in entry.items()
-        ]
+        entries = *state["state"].values(), *state["param_groups"]
+        of_all = [pair for entry in entries for pair in entry.items()]
         odd = [f": {name} is a {type(value).__name__}" for name, value in of_all if not is_plain(value)]
         what = f"{said}: its state holds more than tensors and plain values{''.join(odd[:1])}"
         raise UsageFault(what, hint="keep tensors and numbers in its state") from error
@@ -289,11 +287,11 @@ def _kind(name: str) -> type[Optimizer]:
     """Return the class of torch.optim with this name, in any case; or the Muon above."""
     if name.lower() == "muon":
         return Muon
-    known = {
-        class_name.lower(): kind
-        for class_name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    classes = (each for each in vars(torch.optim).items() if isinstance(each[1], type))
+    known: dict[str, type[Optimizer]] = {
+        key.lower(): each for key, each in classes if issubclass(each, Optimizer)
     }
+    del known["optimizer"]
     kind = known.get(name.lower())
     if kind is None:
         names = ", ".join(sorted(known.keys() - {class_name.lower() for class_name in NOT_FOR_THIS_LOOP}))

@@ -130,12 +130,10 @@ def check_schedule(config: TrainConfig, steps_per_epoch: int) -> None:
     if warmup >= steps:
         what = f"--warmup {schedule.warmup}: is {warmup} steps, but the whole training has only {steps}"
         raise UsageFault(what)
-    if schedule.cooldown is not None and warmup + schedule.cooldown.in_steps(steps_per_epoch) > steps:
-        cooldown = schedule.cooldown.in_steps(steps_per_epoch)
-        what = (
-            f"--cooldown {schedule.cooldown}: is {cooldown} steps, and the warm-up {warmup}, but the whole "
-        )
-        raise UsageFault(f"{what}training has only {steps}")
+    cooldown = schedule.cooldown.in_steps(steps_per_epoch) if schedule.cooldown else 0
+    if schedule.cooldown and warmup + cooldown > steps:
+        what = f"--cooldown {schedule.cooldown}: is {cooldown} steps, and the warm-up {warmup}"
+        raise UsageFault(f"{what}, but the whole training has only {steps}")
     tried = sorted({0, steps // 2, steps - 1, *range(0, steps, max(1, steps // TRIED))})
     rate, again = (rate_of(schedule, config.optimizer.lr, steps, steps_per_epoch) for _ in range(2))
     first = {step: rate(step) for step in tried}
@@ -158,15 +156,9 @@ def build_scheduler(
     config: TrainConfig, optimizer: Optimizer, total_steps: int, steps_per_epoch: int | None = None
 ) -> LambdaLR:
     """Return the scheduler, to be called after each step that was not skipped."""
-    return LambdaLR(
-        optimizer,
-        rate_of(
-            config.schedule,
-            config.optimizer.lr,
-            total_steps,
-            steps_per_epoch or total_steps // config.training.epochs,
-        ),
-    )
+    steps_per_epoch = steps_per_epoch or total_steps // config.training.epochs
+    rate = rate_of(config.schedule, config.optimizer.lr, total_steps, steps_per_epoch)
+    return LambdaLR(optimizer, rate)
 
 
 def rate_of(schedule: ScheduleConfig, lr: float | None, steps: int, steps_per_epoch: int) -> Rate:
@@ -176,9 +168,8 @@ def rate_of(schedule: ScheduleConfig, lr: float | None, steps: int, steps_per_ep
         return _own(schedule.name, steps=steps, warmup=warmup, steps_per_epoch=steps_per_epoch)
     lowest = schedule.min_lr / lr if schedule.min_lr and lr else None
     if schedule.name == "onecycle":
-        return partial(
-            one_cycle, steps=steps, rise=warmup or RISE * steps, end=END if lowest is None else lowest
-        )
+        end = END if lowest is None else lowest
+        return partial(one_cycle, steps=steps, rise=warmup or RISE * steps, end=end)
     cooldown = schedule.cooldown.in_steps(steps_per_epoch) if schedule.cooldown else round(COOLDOWN * steps)
     course = partial(rate, schedule.name, steps=steps, warmup=warmup, cooldown=cooldown)
     return partial(_above, course, lowest, warmup) if lowest else course
@@ -368,19 +359,18 @@ OF_GROUPS = {"momentum", "weight_decay", "nesterov", "betas", "eps"}
 class Updater:
     """Takes the optimizer's steps. Its state is the same on every rank, but for `--zero`'s parts."""
 
-    def __init__(
-        self, config: TrainConfig, model: nn.Module, device: torch.device, steps_per_epoch: int
-    ) -> None:
+    def __init__(self, config: TrainConfig, model: nn.Module, device: torch.device, steps: int) -> None:
+        """Take the steps of an epoch as `steps`."""
         self.config = config
         # Without DDP's prefix, as the user knows the names.
         named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
         self.parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.total_steps = total_steps(config.training, steps_per_epoch)
+        self.total_steps = total_steps(config.training, steps)
         self.precision = Precision(config.numbers.amp, device)
         # The model itself knows its names as the user does; a checkpoint has them with DDP's prefix.
         bare = model.get_submodule("module")
         self.optimizer = optimizers.build_optimizer(config.optimizer, bare, "module.")
-        self.scheduler = build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
+        self.scheduler = build_scheduler(config, self.optimizer, self.total_steps, steps)
         self.ema = Ema(model, config.optimizer.ema) if config.optimizer.ema else None
         self._has_stepped = False
 
@@ -441,22 +431,16 @@ class Updater:
 
     def require_same_names(self, saved: Mapping[str, Any]) -> None:
         """Raise UsageFault if a saved optimizer is of parameters with other names, or in other groups."""
-        require_same(
-            self.config.model.name,
-            self.config.optimizer.name,
-            saved["param_groups"],
-            self.optimizer.param_groups,
-        )
+        names = self.config.model.name, self.config.optimizer.name
+        require_same(*names, saved["param_groups"], self.optimizer.param_groups)
 
     def _keep_own_settings(self, fresh: list[dict[str, Any]]) -> None:
         """Give the restored groups this run's settings; no bit differs if those are the same."""
         scheduler = self.scheduler
         scheduler.base_lrs = [group["initial_lr"] for group in fresh]
-        groups, changed = (
-            self.optimizer.param_groups,
-            ALWAYS | (OF_GROUPS & fields_of_change(self.config.saving.change)),
-        )
-        for group, own, rate in zip(groups, fresh, scheduler.lr_lambdas, strict=True):
+        changed = ALWAYS | (OF_GROUPS & fields_of_change(self.config.saving.change))
+        groups = zip(self.optimizer.param_groups, fresh, scheduler.lr_lambdas, strict=True)
+        for group, own, rate in groups:
             group.update({name: own[name] for name in (*changed, "initial_lr") if name in own})
             # Until it is called again, the scheduler would leave the rate of the schedule before.
             group["lr"] = own["initial_lr"] * rate(scheduler.last_epoch)

@@ -34,10 +34,8 @@ GRAPHS = 64
 
 def compare(model: nn.Module, when: str) -> None:
     """Raise RanksDiffer unless all ranks have tensors of the same names, types and shapes. A collective."""
-    kinds = {
-        name: (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
-        for name, value in model.state_dict().items()
-    }
+    state = model.state_dict().items()
+    kinds = {name: (v.dtype, v.shape) if isinstance(v, torch.Tensor) else None for name, v in state}
     kinds |= dict.fromkeys(extra_states(model))
     collectives.compare(kinds, when, hint="let --model make the same on every rank")
 
@@ -131,9 +129,8 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **n
     if not torch.is_grad_enabled():
         return forward(*args, **named)
     again = _Again(block)
-    return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again), **named
-    )
+    how: dict[str, Any] = {"context_fn": lambda: (contextlib.nullcontext(), again), "use_reentrant": False}
+    return checkpoint(forward, *args, **how, **named)
 
 
 class _Again:
@@ -172,9 +169,8 @@ class _Again:
 
 def as_trained(settings: ModelConfig, model: nn.Module) -> nn.Module:
     """Return the model with the layers that `--batchnorm` gives it on a CPU; a copy if any is converted."""
-    if settings.batchnorm != "plain" and not any(
-        isinstance(module, _BatchNorm) for module in model.modules()
-    ):
+    has_norms = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if settings.batchnorm != "plain" and not has_norms:
         hint = "leave out --batchnorm"
         raise UsageFault(f"--batchnorm {settings.batchnorm}: {settings.name} has no BatchNorm", hint=hint)
     if settings.batchnorm != "sync":
@@ -297,9 +293,8 @@ class Sharded(nn.Module):
         if settings.shard_offload:
             how["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=place.device.type == "cuda")
         paths = units(settings, model)
-        self.about = _described(
-            Counter(type(model.get_submodule(path)).__name__ for path in paths), groups, ranks
-        )
+        blocks = Counter(type(model.get_submodule(path)).__name__ for path in paths)
+        self.about = _described(blocks, groups, ranks)
         for path in reversed(paths):  # inner ones first
             fsdp.fully_shard(model.get_submodule(path), mp_policy=_precision(settings), **how)
         fsdp.fully_shard(model, mp_policy=_precision(settings, outputs=torch.float32), **how)

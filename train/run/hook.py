@@ -139,12 +139,10 @@ def _copied(model: nn.Module) -> nn.Module | str:
 
 def _marks(model: nn.Module) -> dict[str, Any]:
     """Return what changes when a tensor of a model is written to, or replaced."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    modes = {f"the mode of '{name}'": module.training for name, module in model.named_modules()}
-    return modes | {
-        name: (id(each), each._version, each.requires_grad, each.is_leaf and id(each.grad))
-        for name, each in tensors
-    }
+    marks: dict[str, Any] = {f"the mode of '{name}'": each.training for name, each in model.named_modules()}
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        marks[name] = (id(each), each._version, each.requires_grad, each.is_leaf and id(each.grad))
+    return marks
 
 
 @contextlib.contextmanager

@@ -27,15 +27,13 @@ def run(config: TrainConfig) -> None:
         from train.data import data_set, samples, stream
 
         # No task: samples are only counted, and need no classes.
-        parts = data_set.load_parts(
-            replace(config.data, task=""), seed=config.numbers.seed, batch_size=config.batch.size
-        )
+        data, name = replace(config.data, task=""), config.data.name
+        parts = data_set.load_parts(data, seed=config.numbers.seed, batch_size=config.batch.size)
         if isinstance(parts.train, stream.Stream):
-            what = f"--preview: --data {config.data.name} is a stream, whose samples have no numbers"
-            raise UsageFault(
-                what, hint="step s takes its samples s · batch to (s + 1) · batch, in their order"
-            )
-        show(make_plan(config, samples.count(parts.train)), config.data.name, config, config.preview.json)
+            hint = "step s takes its samples s · batch to (s + 1) · batch, in their order"
+            what = f"--preview: --data {name} is a stream, whose samples have no numbers"
+            raise UsageFault(what, hint=hint)
+        show(make_plan(config, samples.count(parts.train)), name, config, config.preview.json)
 
 
 def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None:
@@ -92,10 +90,10 @@ def table(plan: Plan, world_size: int, width: int) -> list[str]:
     heads = [f"rank {rank}" for rank in columns]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     labels = ["epoch 0", *(f"step {step}" for step in shown)]
-    lines = [
-        "  ".join([name.ljust(label), *(cell.ljust(w) for cell, w in zip(row, widths, strict=True))]).rstrip()
-        for name, row in zip(labels, [heads, *cells], strict=True)
-    ]
+    lines = []
+    for name, row in zip(labels, [heads, *cells], strict=True):
+        padded = (cell.ljust(size) for cell, size in zip(row, widths, strict=True))
+        lines.append("  ".join([name.ljust(label), *padded]).rstrip())
     if steps > STEPS:
         lines.insert(STEPS - 1, f"... {_counted(steps - STEPS, 'more step')}")
     if len(columns) < world_size:

@@ -34,6 +34,9 @@ from train.log.step_log import HeldLines
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
 
+# The samples of some steps on one rank: each step's indices and digests.
+Used = dict[int, list[tuple[int, str]]]
+
 # Bytes of a sample's digest that are kept.
 SHORT = 8
 
@@ -60,7 +63,7 @@ class Proof(Recorder):
         self._lines = HeldLines(self._append)
         self._alone = threading.Lock()  # the thread that saves writes too
         self._of_step: list[tuple[int, str]] = []
-        self._of_steps: dict[int, list[tuple[int, str]]] = {}
+        self._of_steps: Used = {}
 
     @property
     def head(self) -> str:
@@ -123,9 +126,7 @@ class Proof(Recorder):
         self._of_steps = {}
         collectives.from_rank_zero(partial(self._write_step, number, of_ranks, self._weights()))
 
-    def _write_step(
-        self, number: int, of_ranks: list[dict[int, list[tuple[int, str]]]], weights: Mapping[str, Any]
-    ) -> None:
+    def _write_step(self, number: int, of_ranks: list[Used], weights: Mapping[str, Any]) -> None:
         samples: dict[str, list[Any]] = {}
         for step in of_ranks[0]:
             pairs = sorted(pair for rank in of_ranks for pair in rank[step])

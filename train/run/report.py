@@ -89,9 +89,9 @@ class ScoreTable:
 
 def _facts(column: Column | str) -> tuple[str, str, int]:
     """Return the name, the heading and the width of a column."""
-    return (
-        column.value if isinstance(column, Column) else (column, column, max(len(column), len("1.234e-05")))
-    )
+    if isinstance(column, Column):
+        return column.value
+    return column, column, max(len(column), len("1.234e-05"))
 
 
 # ---- the progress bar --------------------------------------------------------------------------------
@@ -487,11 +487,8 @@ class Report:
                 console.say(f"        no {BEST}: no score here was the best so far")
         if saved:
             if ended_by == "--stop-early":
-                console.say(
-                    f"\nended   by --stop-early: {self.trainer.progress.since_best} scores were not better"
-                )
-            elif ended_by and ended_by not in ("--epochs", "--max-steps"):
-                console.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
+                not_better = self.trainer.progress.since_best
+                console.say(f"\nended   by --stop-early: {not_better} scores were not better")
             console.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = os.path.join(self.folder, "model.safetensors")
@@ -513,15 +510,13 @@ class Report:
             return "nothing was saved yet (--save-every N[steps|epochs])"
         config, ranks = self.trainer.config, self.trainer.place.world_size
         spawned = ranks if started_by_spawn() else None
-        stop_at = (
-            config.saving.stop_at
-            if (config.saving.stop_at or 0) > self.trainer.progress.global_step
-            else None
-        )
+        stop_at = config.saving.stop_at or 0
+        ahead = stop_at if stop_at > self.trainer.progress.global_step else None
         if ranks != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         start = ["python"] if spawned or ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
-        resumed = config.changed(out=self.folder, resume="auto", force=False, spawn=spawned, stop_at=stop_at)
+        resumed = config.changed(out=self.folder, resume="auto", force=False, spawn=spawned, stop_at=ahead)
+
         flags = command_line.arguments_of(resumed)
         return f"to continue:\n{command_line.to_paste([*start, command_line.program('main'), *flags])}"
 

@@ -124,8 +124,6 @@ class Agreement:
 
 # ---- the run -----------------------------------------------------------------------------------------
 
-# Imports torch.
-
 
 @dataclass(frozen=True)
 class Job:
@@ -145,9 +143,8 @@ class Run:
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder = trainer, folder
         self.report = Report(trainer, folder)
-        self.limits = Limits(
-            trainer.config, lambda: trainer.feed.steps_per_epoch, scores=bool(trainer.scorers)
-        )
+        steps = trainer.feed
+        self.limits = Limits(trainer.config, lambda: steps.steps_per_epoch, scores=bool(trainer.scorers))
         self.saver = Saver(trainer, folder, self.report.event)
         span, start = trainer.config.log.profile, trainer.progress.global_step
         is_profiled = span and collectives.rank() == 0
@@ -196,25 +193,20 @@ class Run:
 
     def begin(self) -> str:
         """Begin with the next step; return `--stop-at` if that is behind."""
-        step = self.trainer.progress.global_step
-        if (
-            self.trainer.config.saving.stop_at
-            and self.trainer.config.saving.stop_at <= step
-            and not self.is_over()
-        ):
+        step, stop_at = self.trainer.progress.global_step, self.trainer.config.saving.stop_at
+        if stop_at and stop_at <= step and not self.is_over():
             return "--stop-at"
         self.begin_step()
         return ""
 
     def begin_step(self) -> None:
         """Note in which step the run is, so that one that fails again and again is not tried for ever."""
-        step = self.trainer.progress.global_step + 1
+        step, name = self.trainer.progress.global_step + 1, self.trainer.config.schedule.name
         self._begin_step(step)
         if self.profile is not None:
             self.profile.begin_step(step)
-        if step == self.trainer.updater.total_steps + 1 and self.trainer.config.schedule.name != "none":
+        if step == self.trainer.updater.total_steps + 1 and name != "none":
             # Of a stream that is longer than it says, or whose lanes have very different lengths.
-            name = self.trainer.config.schedule.name
             ends = f"--scheduler {name} ends with step {step - 1}, by what --data says"
             text = f"{ends}, and the stream goes on: --max-steps says its length"
             self.report.event("schedule ended", text, step - 1)
@@ -314,11 +306,9 @@ class Limits:
 
     def is_over(self, position: Progress) -> bool:
         """Return whether the training has all its steps."""
-        epochs, _ = self._epochs(position)
-        steps = self.config.training.max_steps
-        is_done = epochs >= self.config.training.epochs or (
-            steps is not None and position.global_step >= steps
-        )
+        (epochs, _), training = self._epochs(position), self.config.training
+        steps = training.max_steps
+        is_done = epochs >= training.epochs or (steps is not None and position.global_step >= steps)
         return is_done or bool(self.early(position))
 
     def early(self, position: Progress) -> str:

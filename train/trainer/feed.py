@@ -156,9 +156,8 @@ class Feed:
     def _leave_out(self) -> None:
         """Count what could not be read, once for all processes that tried to. A collective."""
         of_ranks = collectives.gather(self._damaged)
-        new = [
-            what for what in dict.fromkeys(itertools.chain(*of_ranks)) if digest_of(what) not in self._known
-        ]
+        found = dict.fromkeys(itertools.chain(*of_ranks))
+        new = [what for what in found if digest_of(what) not in self._known]
         self._known |= set(map(digest_of, new))
         self.left_out += new
         self.skipped += len(new)

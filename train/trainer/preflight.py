@@ -70,7 +70,7 @@ class Trial:
         return trial_batch(self.samples, self.data.collation(self.part), [sample] * size)
 
     def _check_scores(self, outputs: Any, size: int) -> None:
-        """Refuse what is no row of scores per sample, and too few: a label would be out of bounds."""
+        """Refuse outputs that are not one row of scores for each sample, or too few for the classes."""
         if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (size,) or outputs.dim() != 2:
             raise TypeError("its output is not one row of class scores per sample")
         if outputs.shape[1] < len(self.data.classes):
@@ -121,29 +121,30 @@ def initialise(trial: Trial, model: nn.Module) -> None:
 def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan, world_size: int) -> None:
     """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
     # Synchronised layers see the samples of all ranks.
-    together = config.model.batchnorm == "sync"
+    settings = config.model
+    together = settings.batchnorm == "sync"
     sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
-    # Nobody knows the last batch of a stream.
+    # The size of a stream's last batch is not known.
     unknown = isinstance(trial.data.train, Stream) or config.data.skip_damaged
     smallest = 1 if unknown else min(sizes - {0})
     copied = copy.deepcopy(model)
-    if config.model.batchnorm == "pooled":
+    if settings.batchnorm == "pooled":
         RunningStatistics(copied)
-    if config.model.grad_checkpoint:
+    if settings.grad_checkpoint:
         wrapping.checkpoint_blocks(copied)
     try:
         outputs, batch = trial.forward(copied, smallest)
     except Exception as error:
-        if config.model.batchnorm == "pooled":
-            _refuse_whole_graph(config.model.name, error)
+        if settings.batchnorm == "pooled":
+            _refuse_whole_graph(settings.name, error)
         if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
             if unknown:
-                what = f"--model {config.model.name}: BatchNorm can't compute the statistics of one value"
+                what = f"--model {settings.name}: BatchNorm can't compute the statistics of one value"
                 hint = f"a batch of --data {config.data.name} may be as small: give a model without it"
                 raise UsageFault(what, hint=hint) from error
-            raise wrapping.batch_of_one(config.model.name, plan, world_size) from error
+            raise wrapping.batch_of_one(settings.name, plan, world_size) from error
         raise trial.unfit(error) from error
-    wrapping.check_outputs(config.model, outputs)
+    wrapping.check_outputs(settings, outputs)
     total, _ = trial.loss(outputs, batch, smallest)
     check_count(trial, outputs, smallest)
     if not total.requires_grad:
@@ -154,12 +155,11 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
     total.backward()
     for name, parameter in copied.named_parameters():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            what = f"parameter {name} gets a sparse gradient, and ranks average dense ones"
-            raise UsageFault(
-                f"--model {config.model.name}: {what}", hint="make its layer without sparse=True"
-            )
-    if not config.model.find_unused:
-        _check_used(config.model.name, copied)
+            what = f"--model {settings.name}: parameter {name} gets a sparse gradient"
+            hint = "make its layer without sparse=True"
+            raise UsageFault(f"{what}, and ranks average dense ones", hint=hint)
+    if not settings.find_unused:
+        _check_used(settings.name, copied)
     copied.zero_grad(set_to_none=True)
     _check_resumes(trial, copied, model, smallest)
 
@@ -234,10 +234,8 @@ def check_count(trial: Trial, outputs: Any, size: int) -> None:
         counted = trial.task.sample_count(trial.batch(number))
         if counted != number:
             what = f"--task {trial.task.name}: finds {counted} samples in a batch of {number}"
-            ways = (
-                "with its loss let the model return a count, or give --task file.py:factory with sample_count"
-            )
-            raise UsageFault(f"{what}: its first tensor has no row for each", hint=ways)
+            ways = "with its loss let the model return a count, or give --task file.py:factory with "
+            raise UsageFault(f"{what}: its first tensor has no row for each", hint=f"{ways}sample_count")
 
 
 def _is_near(one: float, other: float) -> bool:
@@ -301,8 +299,6 @@ def _near(one: float, other: float) -> bool:
 
 # ---- all checks --------------------------------------------------------------------------------------
 
-# Imports torch. Each part has a `check` of its own; what is left to try is the model on a sample.
-
 
 def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
     """Raise UsageFault, naming the flag to change, if plan, data, model and task don't fit.
@@ -355,29 +351,23 @@ def _check_hook(config: TrainConfig) -> None:
 
 def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
     """Raise UsageFault for what needs to know the samples of an epoch, or the samples by their numbers."""
-    given = f"--data {config.data.name}: a stream"
-    parts = {"--warmup": config.schedule.warmup, "--cooldown": config.schedule.cooldown}
+    given, schedule, augment = f"--data {config.data.name}: a stream", config.schedule, config.augment
+    parts = {"--warmup": schedule.warmup, "--cooldown": schedule.cooldown}
     in_epochs = [name for name, part in parts.items() if part and part.number and part.unit == "epochs"]
-    if (
-        stream.length is None
-        and not config.training.max_steps
-        and (config.schedule.name != "none" or in_epochs)
-    ):
-        what = f"{given} that does not say its length, which --scheduler {config.schedule.name} needs"
+    needs_length = schedule.name != "none" or in_epochs
+    if stream.length is None and not config.training.max_steps and needs_length:
+        what = f"{given} that does not say its length, which --scheduler {schedule.name} needs"
         raise UsageFault(what, hint="give --max-steps N, or --scheduler none")
     if stream.length is None and in_epochs:
         raise UsageFault(f"{given} that does not say its length", hint=f"give {in_epochs[0]} Nsteps")
-    mixes = any((config.augment.pictures != "none", config.augment.mixup, config.augment.cutmix))
     wrong = {
         "--sampler torch": config.batch.sampler != "exact",
         "--drop-last": config.batch.drop_last,
-        "--augment, --mixup and --cutmix": mixes,
+        "--augment, --mixup and --cutmix": augment.pictures != "none" or augment.mixup or augment.cutmix,
         "--rank-share auto": config.batch.rank_share == "auto",
     }
-    for flag, is_given in wrong.items():
-        if is_given:
-            what = f"{flag} needs samples by number, and {given}"
-            raise UsageFault(what, hint="leave it out")
+    for flag in (flag for flag, is_given in wrong.items() if is_given):
+        raise UsageFault(f"{flag} needs samples by number, and {given}", hint="leave it out")
     if not stream.varies():
         return
     stream.start = (0, {})  # nothing can be compared
@@ -390,31 +380,23 @@ def _check_stream(config: TrainConfig, stream: Stream, world_size: int) -> None:
 
 def _check_by_number(config: TrainConfig) -> None:
     """Raise UsageFault for settings of streams where samples have numbers: they would change nothing."""
-    has_tokens = any((name or "").startswith("tokens:") for name in (config.data.name, config.data.test_data))
-    wrong = {
-        "--shuffle-window": config.data.shuffle_window,
-        "--block-size": config.data.block_size and not has_tokens,
-    }
-    for flag, is_given in wrong.items():
-        if is_given:
-            what = f"{flag}: --data {config.data.name} has samples by index, which are taken as they are"
-            raise UsageFault(
-                what, hint="leave it out, or give the data set no __getitem__: then it is a stream"
-            )
+    name, test_data = config.data.name, config.data.test_data
+    has_tokens = any((each or "").startswith("tokens:") for each in (name, test_data))
+    block_size = config.data.block_size and not has_tokens
+    wrong = {"--shuffle-window": config.data.shuffle_window, "--block-size": block_size}
+    for flag in (flag for flag, is_given in wrong.items() if is_given):
+        hint = "leave it out, or give the data set no __getitem__: then it is a stream"
+        what = f"{flag}: --data {name} has samples by index, which are taken as they are"
+        raise UsageFault(what, hint=hint)
 
 
 def _check_unscored(config: TrainConfig) -> None:
     """Raise UsageFault for what needs scores."""
-    given = {
-        "--best": config.scores.best,
-        "--keep-best": config.scores.keep_best,
-        "--stop-early": config.scores.stop_early,
-        "--also-test": config.data.also_test,
-    }
-    for name, value in given.items():
-        if value:
-            what = f"{name}: --data {config.data.name} has no test samples, so nothing is scored"
-            raise UsageFault(what, hint="--test-data names some")
+    scores = config.scores
+    given = {"--best": scores.best, "--keep-best": scores.keep_best, "--stop-early": scores.stop_early}
+    for name in (name for name, value in {**given, "--also-test": config.data.also_test}.items() if value):
+        what = f"{name}: --data {config.data.name} has no test samples, so nothing is scored"
+        raise UsageFault(what, hint="--test-data names some")
 
 
 def _check_virtual_ranks(config: TrainConfig, model: nn.Module) -> None:

@@ -42,7 +42,7 @@ class Scorer:
         *,
         batch_size: int,
         workers: int = 0,
-        in_step: bool = False,  # see Evaluator
+        in_step: bool = False,
     ) -> None:
         self.data, self.task = data, task
         assert data.test is not None
@@ -270,11 +270,7 @@ class Selection:
         value, where = self.sign * merit, f"{self.test_set}/" * bool(self.test_set)
         if self.metric == "accuracy":
             return f"{where and f'{where}accuracy '}{value:.2%}"
-        return (
-            f"{where}{self.metric} {value:.4f}"
-            if self.metric == "loss"
-            else f"{where}{self.metric} {value:.4g}"
-        )
+        return f"{where}{self.metric} {value:{'.4f' if self.metric == 'loss' else '.4g'}}"
 
 
 def selection(best: str | None, task: Task, test_sets: tuple[str, ...] = ()) -> Selection:

@@ -22,6 +22,8 @@ from train.model import wrapping
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
 
+Batches = Iterator[tuple[Any, int]]
+
 # Passes before the clock starts, and passes whose median counts.
 WARM, TIMED = 2, 9
 
@@ -176,7 +178,7 @@ def steps_of_virtual_ranks(trainer: Trainer) -> Iterator[None]:
 
 
 def take_virtual_step(
-    trainer: Trainer, steps: dict[int, Step], batches: Iterator[tuple[Any, int]], gradients: OrderedSum
+    trainer: Trainer, steps: dict[int, Step], batches: Batches, gradients: OrderedSum
 ) -> None:
     """Take one optimizer step, as `train.main.take_step` does, on this rank's virtual ranks (`steps`)."""
     model, sums = trainer.ddp.module, Sums()
@@ -195,9 +197,7 @@ def take_virtual_step(
     trainer.end_step(step, sums, norm)
 
 
-def _pass_all(
-    trainer: Trainer, virtual: int, step: Step, batches: Iterator[tuple[Any, int]], sums: Sums
-) -> bool:
+def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Batches, sums: Sums) -> bool:
     """Run the forward and backward passes of one virtual rank; return False if it has no samples."""
     before = sums.samples
     task, precision, log = trainer.task, trainer.updater.precision, trainer.log

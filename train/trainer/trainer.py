@@ -1,11 +1,7 @@
-"""One rank's model and its steps. Imports torch.
-
-Imports torch.
-"""
+"""One rank's model and its steps. Imports torch."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -54,8 +50,8 @@ class AllUsed:
         self._kept: list[torch.Tensor] = []  # with --shard, of the passes before
         self._versions: list[int | None] = []  # else, before the last pass
 
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # a pass without samples uses all, too
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()  # a pass without samples uses all, too
 
     def between(self) -> None:
         gradients = [parameter.grad for _, parameter in self.parameters]
@@ -111,7 +107,7 @@ class Used:
         if self._counts:
             self._used.add(number)
 
-    @contextlib.contextmanager
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Let a pass in the block count as none."""
         self._counts = False
@@ -159,37 +155,33 @@ class Trainer:
         self.feed = Feed(config, data, task, place)
         self.progress = Progress()
         self.selection = selection(config.scores.best, task, tuple(data.others))
+        settings = config.model
         scored: dict[str, Any] = {"batch_size": config.data.eval_batch, "workers": config.ranks.workers}
-        scored["in_step"] = config.model.shard
+        scored["in_step"] = settings.shard
         of_test_sets = {OWN: data, **data.others} if data.test is not None else {}
         self.scorers = {name: Scorer(each, task, place, **scored) for name, each in of_test_sets.items()}
-        if not config.model.shard:  # there a rank may have no room for it
+        if not settings.shard:  # there a rank may have no room for it
             model = model.to(place.device)
-        if config.model.batchnorm == "sync":
+        if settings.batchnorm == "sync":
             batchnorm.to_sync(model)
-        self.statistics = RunningStatistics(model) if config.model.batchnorm == "pooled" else None
+        self.statistics = RunningStatistics(model) if settings.batchnorm == "pooled" else None
         self.dummy_batch = self.feed.batch_of([0])
-        self._draws = (
-            self._draws_numbers(model) if config.batch.accumulate > 1 or config.saving.resume else False
-        )
+        may_ask = config.batch.accumulate > 1 or config.saving.resume
+        self._draws = self._draws_numbers(model) if may_ask else False
         work = work_of(config, task, place, model, self.dummy_batch) if place.rank == 0 else Work()
-        wrapping.wrap(config.model, model)
-        self.ddp = _wrapped(config.model, model, place)
-        self.differing = preflight.compare_pass(config.model, task, self.ddp.module, self.dummy_batch)
+        wrapping.wrap(settings, model)
+        self.ddp = _wrapped(settings, model, place)
+        self.differing = preflight.compare_pass(settings, task, self.ddp.module, self.dummy_batch)
         self.updater = Updater(config, self.ddp, place.device, self.feed.expected_steps)
         trained = self.updater.parameters
-        may_search = not config.batch.virtual_ranks
-        self.used = (
-            Used(trained)
-            if config.model.find_unused
-            else AllUsed(config.model, trained, may_search=may_search)
-        )
+        all_used = AllUsed(settings, trained, may_search=not config.batch.virtual_ranks)
+        self.used = Used(trained) if settings.find_unused else all_used
         self.log = StepLog(config.log.log_every, place.device, last=self.updater.total_steps)
         self.log.work = work
         self.init: str | None = None  # the digest of the weights that --init gave
         self.before_update: Callable[[], object] = lambda: None
         self._count_sum: Callable[[], torch.Tensor] | None = None  # over ranks, of the present step
-        if not config.model.shard:
+        if not settings.shard:
             settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
         randomness.seed_all(randomness.seed_from(config.numbers.seed, "rank", place.rank))
 
@@ -220,11 +212,11 @@ class Trainer:
         in_step = self.config.model.batchnorm == "sync" or self.config.model.shard
         return step.passes if in_step else max(len(step.micro_batches), 1)
 
-    def run_dummy_step(
-        self, after_forward: Callable[[], object] | None = None, *, together: bool = True
-    ) -> None:
-        """Run a pass with a gradient of zero, as this rank has no samples for it; others train in it if
-        `together`."""
+    def run_dummy_step(self, after_forward: Callable[[], object] | None = None, **how: bool) -> None:
+        """Run a pass with a gradient of zero, as this rank has no samples for it.
+
+        Other ranks train in it, unless `together=False` is given.
+        """
 
         def forward(batch: Any) -> Any:
             outputs = self.task.forward(self.ddp, batch)
@@ -233,7 +225,7 @@ class Trainer:
             return outputs
 
         with self.not_compiled(), self.updater.precision.autocast(), self.used.paused():
-            run_dummy_pass(self.ddp, self.dummy_batch, forward, together=together)
+            run_dummy_pass(self.ddp, self.dummy_batch, forward, **how)
 
     def not_compiled(self) -> AbstractContextManager[Any]:
         """Return a context in which a model that is compiled runs as it is."""
