@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 # The packages of this clone, whichever other one is installed; afterwards the user's modules come first.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
-from ckpttool.core.files.commit import reason
+from ckpttool.core.files.commit import reason, replacing
 from ckpttool.core.words import counted, versioned
 from ckpttool.distributed.group import given_rank
+from ckpttool.distributed.heartbeat import phase
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from train import console
 from train.config.command_line import without
@@ -178,15 +179,12 @@ def prepare(config: EvaluateConfig) -> Job:
 
 def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
-    from ckpttool.distributed.heartbeat import phase
-
     with program.process_group(job.place, job.config.ranks):
         phase("evaluation")
         scores = evaluate(job)
     if job.place.rank == 0:
-        console.say(
-            json.dumps(as_json(job, scores), indent=2) if job.config.scoring.json else as_lines(job, scores)
-        )
+        is_json = job.config.scoring.json
+        console.say(json.dumps(as_json(job, scores), indent=2) if is_json else as_lines(job, scores))
 
 
 def evaluate(job: Job) -> Scores:
@@ -203,9 +201,8 @@ def evaluate(job: Job) -> Scores:
     digest = collectives.from_rank_zero(lambda: load(job))
     model.load_state_dict(collectives.broadcast(model.state_dict))  # with what is no tensor
     model.to(job.place.device)
-    return {
-        name: score_one(job, name, each, digest) for name, each in {OWN: job.data, **job.data.others}.items()
-    }
+    test_sets = {OWN: job.data, **job.data.others}
+    return {name: score_one(job, name, each, digest) for name, each in test_sets.items()}
 
 
 def score_one(job: Job, name: str, data: Data, digest: str) -> Score:
@@ -213,10 +210,8 @@ def score_one(job: Job, name: str, data: Data, digest: str) -> Score:
     from train.tasks.builtin import Classification
     from train.trainer.progress import Scorer
 
-    config = job.config
-    scorer = Scorer(
-        data, job.task, job.place, batch_size=config.data.eval_batch, workers=config.ranks.workers
-    )
+    config, workers = job.config, job.config.ranks.workers
+    scorer = Scorer(data, job.task, job.place, batch_size=config.data.eval_batch, workers=workers)
     has_classes = isinstance(job.task, Classification)
     scored = scorer.classes(job.model, checkpoint=digest) if has_classes else None
     score = scored.certificate if scored else scorer.score(job.model, checkpoint=digest)
@@ -275,7 +270,6 @@ def prepare_output(settings: ScoringConfig, name: str) -> list[str]:
 
 def write(job: Job, folder: str, score: Score, predicted: Predictions | None) -> None:
     """Write each rank's predictions, if the task has classes, and then eval.json. A collective."""
-    from ckpttool.core.files.commit import replacing
     from ckpttool.distributed import collectives
     from ckpttool.metrics import certificate
 
@@ -306,10 +300,8 @@ def as_lines(job: Job, scores: Scores) -> str:
     """Return the result as one line of each test set."""
     from train.trainer.progress import in_words
 
-    on = f", on {counted(job.place.world_size, 'rank')}"
-    lines = (
-        f"{name or job.config.scoring.checkpoint}: {in_words(score)}{on}" for name, score in scores.items()
-    )
+    path, on = job.config.scoring.checkpoint, f", on {counted(job.place.world_size, 'rank')}"
+    lines = (f"{name or path}: {in_words(score)}{on}" for name, score in scores.items())
     return "\n".join(console.folded(line, sys.stdout) for line in lines)
 
 

@@ -160,8 +160,7 @@ def drop_old(folder: str, keep: int, training: str = "") -> None:
     needed = needed_by(path for path in last if path.endswith(DELTA))
     others = [path for paths in list(of_steps.values())[keep:] for path in paths if path not in needed]
     for path in sorted(others, key=number_of, reverse=True):  # what is built on others goes before them
-        with naming(path, "removed"):
-            os.unlink(path)
+        _remove(path)
 
 
 def drop_worse(folder: str, keep: Collection[int], training: str = "") -> None:
@@ -169,8 +168,12 @@ def drop_worse(folder: str, keep: Collection[int], training: str = "") -> None:
     kept = {numbered(step, "best") for step in keep}
     for path in _own(folder, "best-", training):
         if os.path.basename(path) not in kept:
-            with naming(path, "removed"):
-                os.unlink(path)
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    with naming(path, "removed"):
+        os.unlink(path)
 
 
 def _own(folder: str, kind: str, training: str) -> Iterator[str]:
@@ -263,18 +266,13 @@ def _write(base: str, named: str, whole: str, path: str) -> None:
     """Write a delta of a base that will have another name, under which it makes the same."""
     try:
         delta(base, whole, path, base_name=os.path.basename(named), force=True)
-        if named != base:
-            _require_same(named, path)
+        if named != base:  # the delta must be made from what `named` makes
+            with open_alone(path) as new, formats.open(named) as old:
+                joined(DeltaLink(old), new)  # compares the checksums that both state
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
-
-
-def _require_same(base: str, path: str) -> None:
-    """Raise Refused unless a delta was made from what another one makes."""
-    with open_alone(path) as new, formats.open(base) as old:
-        joined(DeltaLink(old), new)  # compares the checksums that both state
 
 
 def drop_wholes(folder: str, newest: int, training: str) -> None:
@@ -285,8 +283,7 @@ def drop_wholes(folder: str, newest: int, training: str) -> None:
     for step in _steps(folder, ".pt") & _steps(folder, DELTA) - {newest}:
         whole, path = _files(folder, step, training)
         if whole and _links(path) and all(base != whole for _, base in _later(folder, step)):
-            with naming(whole, "removed"):
-                os.unlink(whole)
+            _remove(whole)
 
 
 def drop_built_on(folder: str, step: int, training: str) -> list[str]:
@@ -301,8 +298,7 @@ def drop_built_on(folder: str, step: int, training: str) -> list[str]:
             doomed.add(path)
     of_run = [path for path in doomed if path.endswith(DELTA) and not is_taken(path, training)]
     for path in sorted(of_run, key=number_of, reverse=True):
-        with naming(path, "removed"):
-            os.unlink(path)
+        _remove(path)
     return sorted(os.path.basename(path) for path in of_run)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ckpttool import errors
 from ckpttool.conforming.modules import Blueprint
 from ckpttool.core import formats
 from ckpttool.core.checkpoint.checkpoint import Checkpoint
@@ -28,16 +29,7 @@ from ckpttool.core.checkpoint.state import State
 from ckpttool.core.words import counted
 from ckpttool.distributed import collectives
 from ckpttool.distributed.group import given_rank
-from ckpttool.errors import (
-    Damaged,
-    FileError,
-    Mismatch,
-    NoState,
-    NothingToDo,
-    Refused,
-    Unreadable,
-    UsageFault,
-)
+from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.models.factory import accepts
 from ckpttool.models.fit import Aim, Case, command_line, compare
 from ckpttool.models.reloading import Reloaded, reload
@@ -78,9 +70,9 @@ def load_weights(model: nn.Module, path: str, allow_missing: Sequence[str] = ())
         state = _state(checkpoint)
         try:
             loaded = reload(checkpoint, model, allow_missing=allow_missing)
-        except NothingToDo as fault:
+        except errors.NothingToDo as fault:
             raise UsageFault(f"--init-allow-missing: {fault.message}", hint=fault.hint) from None
-        except Mismatch as fault:
+        except errors.Mismatch as fault:
             raise _misfit(checkpoint, model, fault, allow_missing) from None
         verify.digest(checkpoint)  # compares checksums
         _require_finite(path, model)
@@ -99,13 +91,13 @@ def digest_of_weights(path: str | None) -> str | None:
 def _state(checkpoint: Checkpoint) -> State:
     try:
         return checkpoint.state()
-    except NoState as error:
+    except errors.NoState as error:
         names = [dotted(path) for path in checkpoint.states()]
         if len(names) < 2:
             raise
         taken_out = _slim(checkpoint.path, names[0])
         hint = f"take one out, and --init that: {taken_out}"
-        raise NoState(checkpoint.path, error.reason, hint=hint) from None
+        raise errors.NoState(checkpoint.path, error.reason, hint=hint) from None
 
 
 def _slim(path: str, where: str) -> str:
@@ -174,7 +166,9 @@ def _listed(names: Sequence[str], shown: int = SHOWN) -> str:
 # ---- advice --------------------------------------------------------------------------------------------
 
 
-def _misfit(checkpoint: Checkpoint, model: nn.Module, fault: Mismatch, patterns: Sequence[str]) -> UsageFault:
+def _misfit(
+    checkpoint: Checkpoint, model: nn.Module, fault: errors.Mismatch, patterns: Sequence[str]
+) -> UsageFault:
     """Return the error for weights that do not fit: names, and what to do about it."""
     mismatched = [f"{name} ({its} in the file, {ours} in the model)" for name, its, ours in fault.mismatched]
     kinds = {"missing": fault.missing, "unexpected": fault.unexpected, "of another shape": mismatched}

@@ -23,13 +23,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpttool.core.files.commit import reason
+from ckpttool.core.words import counted
 from ckpttool.distributed.group import given_world_size, started_by_launcher
 from ckpttool.distributed.plan import ENDLESS, Plan
 from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.mapping.verbs import lines, text
 from train.config import sections
-from train.config.flags import Field, Parser, add_flags, closest, fields_of, flags_in, name_of, setting_of
+from train.config.flags import Parser, add_flags, closest, fields_of, flags_in, name_of, setting_of
 from train.config.sections import TrainConfig, check, check_shared
 
 CONFIG_FILE = "config.toml"
@@ -47,6 +48,7 @@ MAX_BYTES = 1 << 16
 TWICE = re.compile(r"overwrite a value \(at (?:line (\d+)|end)")
 
 Flags = Mapping[str, argparse.Action]
+Meant = Callable[[str], str | None]
 
 
 class FileSettings(NamedTuple):
@@ -57,7 +59,7 @@ class FileSettings(NamedTuple):
     about: dict[str, Any]
 
 
-def read_settings(path: str, flags: Flags, meant: Callable[[str], str | None]) -> FileSettings:
+def read_settings(path: str, flags: Flags, meant: Meant) -> FileSettings:
     """Return the settings in a file.
 
     Args:
@@ -109,9 +111,7 @@ def _table(contents: str) -> dict[str, Any]:
     return table
 
 
-def _add(
-    settings: FileSettings, key: str, value: Any, flags: Flags, meant: Callable[[str], str | None]
-) -> None:
+def _add(settings: FileSettings, key: str, value: Any, flags: Flags, meant: Meant) -> None:
     flag, arguments = f"--{key}", settings.arguments
     action = flags.get(flag)
     if isinstance(value, dict):
@@ -157,31 +157,14 @@ def is_of_a_run(path: str) -> bool:
         return False
 
 
-def written_settings(
-    fields: Sequence[tuple[str, Field]],
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    about: Mapping[str, Any],
-) -> str:
-    """Return settings as a file of them, each on a line, with the defaults as comments.
-
-    Args:
-        fields: with the names of their flags, without dashes, in order.
-        values, defaults: by the names of the fields, as primitives.
-        about: what else is said of a run, in the table [about].
-    """
-    return "\n".join([HEAD, *_setting_lines(fields, values, defaults), *lines(f"[{ABOUT}]", about), ""])
-
-
-def _setting_lines(
-    fields: Sequence[tuple[str, Field]], values: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Iterator[str]:
-    group = ""
-    for key, field in fields:
+def _setting_lines(config: TrainConfig, left_out: Sequence[str]) -> Iterator[str]:
+    """Yield the settings, each on a line, with the defaults as comments."""
+    group, values, defaults = "", config.plain(), _defaults(config)
+    for field in (field for field in flags_in(type(config)) if setting_of(field) not in left_out):
         if field.metadata["group"] != group:
             group = field.metadata["group"]
             yield from ("", f"# ---- {group} ----")
-        value = values[setting_of(field)]
+        key, value = name_of(field).removeprefix("--"), values[setting_of(field)]
         shown = not value if field.default is True else value  # the flag is `no-...`
         if value is None or value == ():
             yield f"# {key}: not given"
@@ -191,9 +174,6 @@ def _setting_lines(
 
 # ---- the command line --------------------------------------------------------------------------------
 
-
-# Flags that name a file of settings.
-FILES = ("config", "like")
 
 # What the help shows first.
 FIRST = (
@@ -248,7 +228,7 @@ def _complete(values: dict[str, Any]) -> TrainConfig:
 
 def _of_file(parser: Parser, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in the file of `--config` or `--like`, without those of `--unset`."""
-    named = {name: given[name] for name in FILES if name in given}
+    named = {name: given[name] for name in ("config", "like") if name in given}
     for name in (name for name, path in named.items() if not path):
         raise UsageFault(f"--{name}: names nothing", hint="leave it out")
     paths = [path if name == "config" else own_path(path) for name, path in named.items()]
@@ -294,10 +274,8 @@ def of_run(run: str) -> tuple[TrainConfig, dict[str, Any]]:
 
 def settings_text(config: TrainConfig, *, about: Mapping[str, Any] | None = None) -> str:
     """Return a configuration as a file of settings; with `about`, as that of a run."""
-    left_out = SOURCES if about is None else OF_A_START
-    fields = [field for field in flags_in(type(config)) if setting_of(field) not in left_out]
-    named = [(name_of(field).removeprefix("--"), field) for field in fields]
-    return written_settings(named, config.plain(), _defaults(config), about or {})
+    settings = _setting_lines(config, SOURCES if about is None else OF_A_START)
+    return "\n".join([HEAD, *settings, *lines(f"[{ABOUT}]", about or {}), ""])
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
@@ -372,6 +350,24 @@ def flags_of(config: TrainConfig) -> list[str]:
     return ["--model", config.model.name, "--data", config.data.name, *arguments_of(usual)]
 
 
+def recipe(config: TrainConfig) -> str:
+    """Return the main settings of a run, in brief."""
+    plain = TrainConfig()
+    length = counted(config.training.epochs, "epoch")
+    length += f" or {config.training.max_steps} steps" * bool(config.training.max_steps)
+    rate = "" if config.optimizer.lr is None else f" lr {config.optimizer.lr:g}"
+    parts = [length, f"{config.optimizer.name}{rate}", config.schedule.name]
+    if config.schedule.warmup.number:
+        parts.append(f"warmup {config.schedule.warmup}")
+    if config.batch.accumulate > 1:
+        parts.append(f"{config.batch.accumulate} passes per step")
+    for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
+        value = config[name]
+        if value != plain[name]:
+            parts.append(f"{name.replace('_', '-')} {value}")
+    return ", ".join([*parts, f"seed {config.numbers.seed}"])
+
+
 # ---- the plan that the flags describe ------------------------------------------------------------------
 
 
@@ -416,9 +412,7 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
     if not model.shard:
         for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload", "save_parts"):
             if config[name]:
-                raise UsageFault(
-                    f"--{name.replace('_', '-')}: needs --shard", hint="give it, or leave this out"
-                )
+                raise UsageFault(f"{flag(name)}: needs --shard", hint="give it, or leave this out")
         return
     against = (
         ("--zero", config.optimizer.zero, "the optimizer's state is divided already"),
@@ -433,10 +427,8 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
     _refuse_beside("--shard", against)
     groups, ranks = mesh_sizes(model.mesh, world_size)
     if groups * ranks != world_size:
-        hint = "give as many groups and ranks in each as there are ranks"
-        raise UsageFault(
-            f"--mesh {model.mesh}: is {groups * ranks} ranks, and there are {world_size}", hint=hint
-        )
+        what = f"--mesh {model.mesh}: is {groups * ranks} ranks, and there are {world_size}"
+        raise UsageFault(what, hint="give as many groups and ranks in each as there are ranks")
 
 
 def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
@@ -448,6 +440,7 @@ def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> 
     if virtual > batch.size:
         hint = f"give --batch-size {virtual} or more"
         raise UsageFault(f"{given}: more than the {batch.size} samples in a batch", hint=hint)
+    same = "virtual rank v takes what rank v takes of as many"
     shares = "virtual ranks have equal shares"
     apart = "virtual ranks compute apart, and each normalises by its own samples"
     against = (
@@ -457,11 +450,7 @@ def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> 
         (f"--batchnorm {model.batchnorm}", model.batchnorm != "plain", apart),
         ("--find-unused", model.find_unused, "every virtual rank needs the gradient of all parameters"),
         ("--compile", model.compile, "code that each rank compiles need not give the same bits"),
-        (
-            "--preview",
-            config.preview.shown,
-            "it shows ranks; virtual rank v takes what rank v takes of as many",
-        ),
+        ("--preview", config.preview.shown, f"it shows ranks; {same}"),
     )
     _refuse_beside(given, against)
 

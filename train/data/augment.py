@@ -75,10 +75,10 @@ class Augmented(Dataset[Any]):
 
     def __init__(self, samples: Samples, config: TrainConfig, classes: int) -> None:
         self.samples, self.config, self.classes, self.epoch = samples, config, classes, 0
+        self.settings = config.augment
         self.trivial = _trivial() if config.augment.pictures == "auto" else None
-        self.scale = (
-            Scale() if config.augment.pictures == "none" else _scale(config, samples[0][0]) or Scale()
-        )
+        own = None if self.settings.pictures == "none" else _scale(config, samples[0][0])
+        self.scale = own or Scale()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -90,29 +90,29 @@ class Augmented(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         picture, label = self._changed(index)
-        if not self.config.augment.mixup and not self.config.augment.cutmix:
+        if not self.settings.mixup and not self.settings.cutmix:
             return picture, label
         draw = self._random("mix", index)
         other, other_label = self._changed(draw.randrange(len(self)))
-        may_be_both = self.config.augment.mixup and self.config.augment.cutmix
-        is_cutmix = draw.random() < 0.5 if may_be_both else self.config.augment.cutmix
+        mixup, cutmix = self.settings.mixup, self.settings.cutmix
+        is_cutmix = draw.random() < 0.5 if mixup and cutmix else cutmix
         if is_cutmix:
-            mixed, part = cut(picture, other, draw, self.config.augment.cutmix)
+            mixed, part = cut(picture, other, draw, cutmix)
         else:
-            part = draw.betavariate(self.config.augment.mixup, self.config.augment.mixup)
+            part = draw.betavariate(mixup, mixup)
             mixed = picture * part + other * (1 - part)
         return mixed, part * label + (1 - part) * other_label
 
     def _changed(self, index: int) -> tuple[torch.Tensor, Any]:
         """Return one sample, not mixed; its label as probabilities if samples are to be mixed."""
         picture, label = self.samples[index]
-        if self.config.augment.pictures != "none":
+        if self.settings.pictures != "none":
             black = self.scale.apply(torch.zeros(len(picture), 1, 1)).to(picture.dtype)
             picture = crop_flip(picture, self._random("crop-flip", index), black)
         if self.trivial is not None:
             with seeded(self.config.numbers.seed, "auto", self.epoch, index):
                 picture = self._recoloured(picture)
-        if self.config.augment.mixup or self.config.augment.cutmix:
+        if self.settings.mixup or self.settings.cutmix:
             label = self._probabilities(index, int(label))
         return picture, label
 

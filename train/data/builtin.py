@@ -20,18 +20,8 @@ from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.models import factory
 from train.config.sections import DataConfig
-from train.data.samples import (
-    CLASSIFICATION,
-    HELD_OUT,
-    Parts,
-    Samples,
-    Scale,
-    by_name,
-    count,
-    optional,
-    scale_of,
-    split,
-)
+from train.data import samples as common
+from train.data.samples import Parts, Samples, Scale, count, scale_of
 from train.data.stream import Packed, Stream, is_stream
 
 CLASSES = tuple("0123456789")
@@ -40,12 +30,14 @@ UNIFORM = Scale((0.5,), (12**-0.5,))  # of numbers drawn evenly from [0, 1)
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
 
-def digits(config: DataConfig) -> Parts:
+def digits(settings: DataConfig) -> Parts:
     """Return scikit-learn's handwritten digits: 1,797 images of 1×8×8, included in its package."""
     pixels, target = _digits()
     pictures = torch.tensor(pixels, dtype=torch.float32).div(16).view(-1, 1, 8, 8)
     labels = torch.tensor(target, dtype=torch.int64)
-    train, test = split(TensorDataset(scale_of(config, channels=1).apply(pictures), labels), labels.tolist())
+    train, test = common.split(
+        TensorDataset(scale_of(settings, channels=1).apply(pictures), labels), labels.tolist()
+    )
     return Parts(train, test, CLASSES, "digits")
 
 
@@ -57,42 +49,42 @@ def _digits() -> tuple[Any, Any]:
     if os.path.exists(path):
         rows = np.loadtxt(path, delimiter=",")
         return rows[:, :-1], rows[:, -1]
-    datasets = optional("sklearn.datasets", "--data digits: needs scikit-learn")
+    datasets = common.optional("sklearn.datasets", "--data digits: needs scikit-learn")
     pixels, target = datasets.load_digits(return_X_y=True)
     return pixels, target
 
 
-def torchvision(config: DataConfig) -> Parts:
+def torchvision(settings: DataConfig) -> Parts:
     """Return CIFAR-10 or MNIST, as torchvision reads it; `--download` downloads it first."""
-    datasets = optional("torchvision.datasets", f"--data {config.name}: needs torchvision")
-    kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[config.name]
-    folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[config.name]
-    if config.download:
-        _download(kind, config)
+    datasets = common.optional("torchvision.datasets", f"--data {settings.name}: needs torchvision")
+    kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[settings.name]
+    folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[settings.name]
+    if settings.download:
+        _download(kind, settings)
     parts = []
     for train in (True, False):
         try:
-            loaded = kind(config.data_root, train=train)
+            loaded = kind(settings.data_root, train=train)
         except RuntimeError:
-            what = f"--data {config.name}: not found in {os.path.join(config.data_root, folder)}"
+            what = f"--data {settings.name}: not found in {os.path.join(settings.data_root, folder)}"
             raise UsageFault(what, hint="--download downloads it, --data-root names another folder") from None
         pictures = torch.as_tensor(loaded.data)
         pictures = pictures.unsqueeze(1) if pictures.dim() == 3 else pictures.permute(0, 3, 1, 2)
         labels = torch.as_tensor(loaded.targets, dtype=torch.int64)
-        parts.append(_Bytes(pictures, labels, scale_of(config, pictures.shape[1])))
-    return Parts(parts[0], parts[1], tuple(loaded.classes), config.name)
+        parts.append(_Bytes(pictures, labels, scale_of(settings, pictures.shape[1])))
+    return Parts(parts[0], parts[1], tuple(loaded.classes), settings.name)
 
 
-def _download(kind: Any, config: DataConfig) -> None:
+def _download(kind: Any, settings: DataConfig) -> None:
     """Download on the first rank of each machine to come here; the others wait and find the files."""
-    os.makedirs(config.data_root, exist_ok=True)
-    with open(os.path.join(config.data_root, f".{config.name}.lock"), "w") as lock:
+    os.makedirs(settings.data_root, exist_ok=True)
+    with open(os.path.join(settings.data_root, f".{settings.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            kind(config.data_root, download=True)
+            kind(settings.data_root, download=True)
         except (OSError, RuntimeError) as error:
-            what = f"--download: {config.name} could not be downloaded: {error}"
-            hint = f"put its files into {config.data_root}, or give --data-root"
+            what = f"--download: {settings.name} could not be downloaded: {error}"
+            hint = f"put its files into {settings.data_root}, or give --data-root"
             raise CkptToolError(what, hint=hint) from error
 
 
@@ -109,12 +101,12 @@ class _Bytes(Dataset[tuple[torch.Tensor, int]]):
         return self.scale.apply(self.pictures[index].float().div(255)), self.labels[index]
 
 
-def fake(config: DataConfig, argument: str) -> Parts:
+def fake(settings: DataConfig, argument: str) -> Parts:
     """Return noise of CIFAR's shape, mean 0, deviation 1: N samples, and a fifth as many test samples."""
     if not argument.isdecimal() or not int(argument):
-        raise UsageFault(f"--data {config.name}: needs a number of samples", hint="for example fake:64")
-    number, scale = int(argument), scale_of(config, FAKE_SHAPE[0], usual=UNIFORM)
-    test = _Noise(number, max(1, number // HELD_OUT), scale)
+        raise UsageFault(f"--data {settings.name}: needs a number of samples", hint="for example fake:64")
+    number, scale = int(argument), scale_of(settings, FAKE_SHAPE[0], usual=UNIFORM)
+    test = _Noise(number, max(1, number // common.HELD_OUT), scale)
     return Parts(_Noise(0, number, scale), test, CLASSES, "fake")
 
 
@@ -136,15 +128,15 @@ class _Noise(Dataset[tuple[torch.Tensor, int]]):
 # ---- folders of images: PATH/<class>/<file> ------------------------------------------------------------
 
 
-def folder(config: DataConfig, path: str) -> Parts:
+def folder(settings: DataConfig, path: str) -> Parts:
     """Return PATH/train/<class>/* and PATH/test/<class>/*; or PATH/<class>/*, divided."""
     if not os.path.isdir(path):
         raise UsageFault(f"--data folder:{path}: no such folder", hint="give folder:PATH")
     if not is_divided(path):
-        whole, classes = _pictures(config, path)
-        return Parts(*split(whole, whole.labels), classes, _fingerprint(path, whole))
-    train, classes = _pictures(config, os.path.join(path, "train"))
-    test, _ = _pictures(config, os.path.join(path, "test"), classes)
+        whole, classes = _pictures(settings, path)
+        return Parts(*common.split(whole, whole.labels), classes, _fingerprint(path, whole))
+    train, classes = _pictures(settings, os.path.join(path, "train"))
+    test, _ = _pictures(settings, os.path.join(path, "test"), classes)
     return Parts(train, test, classes, _fingerprint(path, train, test))
 
 
@@ -152,20 +144,20 @@ def is_divided(path: str) -> bool:
     return all(os.path.isdir(os.path.join(path, part)) for part in ("train", "test"))
 
 
-def test_folder(config: DataConfig, path: str) -> Parts:
+def test_folder(settings: DataConfig, path: str) -> Parts:
     """Return the images of PATH/test/<class>/*, or of PATH/<class>/*, as both parts."""
     inner = os.path.join(path, "test")
     path = inner if os.path.isdir(inner) else path
-    samples, classes = _pictures(config, path)
+    samples, classes = _pictures(settings, path)
     return Parts(samples, samples, classes, _fingerprint(path, samples))
 
 
 def _pictures(
-    config: DataConfig, path: str, classes: Sequence[str] | None = None
+    settings: DataConfig, path: str, classes: Sequence[str] | None = None
 ) -> tuple[Folder, tuple[str, ...]]:
-    scale = scale_of(config, channels=3)
+    scale = scale_of(settings, channels=3)
     files, labels, classes = find_pictures(path, classes)
-    return Folder(files, labels, scale, config.resize), classes
+    return Folder(files, labels, scale, settings.resize), classes
 
 
 def _fingerprint(root: str, *folders: Folder) -> str:
@@ -281,36 +273,36 @@ def _unreadable(path: str, error: Exception) -> FileError:
 
 
 def _pillow() -> Any:
-    return optional("PIL.Image", "--data folder: needs Pillow")
+    return common.optional("PIL.Image", "--data folder: needs Pillow")
 
 
 # ---- the user's own ----------------------------------------------------------------------------------
 
 
-def from_factory(config: DataConfig, seed: int) -> Parts:
+def from_factory(settings: DataConfig, seed: int) -> Parts:
     """Return the data sets that a user's factory makes; what they draw is keyed by (seed, epoch, sample).
 
     UsageFault if it returns something else.
     """
-    if config.mean or config.std:
-        raise UsageFault(f"--mean, --std: {config.name} makes its own images", hint="leave them out")
-    made = factory.build(config.name)
+    if settings.mean or settings.std:
+        raise UsageFault(f"--mean, --std: {settings.name} makes its own images", hint="leave them out")
+    made = factory.build(settings.name)
     train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
     if isinstance(train, tuple):
-        raise UsageFault(f"--data {config.name}: must return (train, test), or one data set")
-    named = by_name(train, test)
-    of_training, *of_test = [_own(samples, part, config, seed) for part, samples in named.items()]
-    return Parts(of_training, of_test[0] if of_test else None, _classes(train, config), config.name)
+        raise UsageFault(f"--data {settings.name}: must return (train, test), or one data set")
+    named = common.by_name(train, test)
+    of_training, *of_test = [_own(samples, part, settings, seed) for part, samples in named.items()]
+    return Parts(of_training, of_test[0] if of_test else None, _classes(train, settings), settings.name)
 
 
-def _own(samples: Any, part: str, config: DataConfig, seed: int) -> Samples:
+def _own(samples: Any, part: str, settings: DataConfig, seed: int) -> Samples:
     """Return a user's data set, whose random numbers are keyed; a stream if it is only iterable."""
     if not is_stream(samples):
         count(samples)
-        return Named(samples, seed, part, config.name)
-    packed = Packed(samples, config.block_size) if config.block_size else samples
-    window = config.shuffle_window or 1
-    return Stream([packed], config.name, seed=seed, window=window, skip_damaged=config.skip_damaged)
+        return Named(samples, seed, part, settings.name)
+    packed = Packed(samples, settings.block_size) if settings.block_size else samples
+    window = settings.shuffle_window or 1
+    return Stream([packed], settings.name, seed=seed, window=window, skip_damaged=settings.skip_damaged)
 
 
 class Named(Keyed):
@@ -335,17 +327,17 @@ class Named(Keyed):
             raise UsageFault(what, hint="CKPTTOOL_DEBUG=1 with --workers 0 shows the traceback") from error
 
 
-def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:
+def _classes(samples: Any, settings: DataConfig) -> tuple[str, ...]:
     """Return the names of the classes; those of another task than classification only if they are named."""
     named = getattr(samples, "classes", None)
     if named is not None:
         return tuple(map(str, named))
-    if config.task != CLASSIFICATION:
+    if settings.task != common.CLASSIFICATION:
         return ()
     labels = getattr(samples, "targets", None)
     if labels is None and isinstance(samples, TensorDataset):
         labels = samples.tensors[-1]
     if labels is None:
         hint = "give it an attribute: classes = ['cat', 'dog']"
-        raise UsageFault(f"--data {config.name}: the training data set does not say its classes", hint=hint)
+        raise UsageFault(f"--data {settings.name}: the training data set does not say its classes", hint=hint)
     return tuple(str(label) for label in range(int(max(labels)) + 1))

@@ -26,32 +26,15 @@ from ckpttool.distributed.randomness import Keyed, seeded
 from ckpttool.errors import CheckFailed, FileError, RanksDiffer, UsageFault
 from train.config.sections import DataConfig
 from train.data import builtin, formats
+from train.data import samples as common
 from train.data.batches import Undamaged
-from train.data.samples import (
-    CLASSIFICATION,
-    Collate,
-    Collation,
-    Parts,
-    Samples,
-    by_name,
-    checked,
-    collation_of,
-    count,
-    leaves,
-    leaves_of,
-    no_class,
-)
+from train.data.samples import CLASSIFICATION, Collation, Given, Parts, Samples, by_name, count
 from train.data.stream import Stream, listed
 
 DRAWN = 4  # samples read besides the first and the last, at places that depend only on their number
 SECONDS = 0.5  # in which a rank reads more samples of each part, to be compared between ranks only
 BLOCKS = 16  # pieces into which the labels are cut, so that a difference can be located
 REDRAWS = 8  # how often a sample is read again to find out whether it differs each time
-
-ONE_SHAPE = (
-    "pad or resize them in the data set, or give it collate(samples), which makes a batch of any shapes"
-)
-
 
 # The parts of a sample with a label. Those of any other sample are `sample` and their place: `sample[0]`.
 SAMPLE, LABEL = "sample", "label"
@@ -150,7 +133,7 @@ class Part:
         """Return the shape of the first tensor in the first sample; () if there is none."""
         where = f"--data {self.data}: {self.name} sample 0"
         is_own = self.collation.is_own
-        parts = self._batched(0) if is_own else leaves(self.samples[0], where)
+        parts = self._batched(0) if is_own else common.leaves(self.samples[0], where)
         shape = next((tuple(leaf.shape) for leaf in parts.values() if isinstance(leaf, torch.Tensor)), ())
         return shape[1:] if is_own else shape
 
@@ -164,14 +147,14 @@ class Part:
         if raw is None and self.collation.is_own:
             return self._batched(index)
         if raw is not None or self.task == CLASSIFICATION:
-            sample, label = checked(self.samples[index], where) if raw is None else raw(place)
+            sample, label = common.checked(self.samples[index], where) if raw is None else raw(place)
             return {SAMPLE: sample, LABEL: label}
-        return {f"{SAMPLE}{key}": leaf for key, leaf in leaves(self.samples[index], where).items()}
+        return {f"{SAMPLE}{key}": leaf for key, leaf in common.leaves(self.samples[index], where).items()}
 
     def _batched(self, index: int) -> Leaves:
         """Return the parts of a batch of one sample."""
         batch = self.collation.batch([self.samples[index]], [index])
-        return {f"{SAMPLE}{key}": leaf for key, leaf in leaves_of(batch)}
+        return {f"{SAMPLE}{key}": leaf for key, leaf in common.leaves_of(batch)}
 
     def _digests(self, sample: Leaves) -> dict[str, str]:
         """Return digests of the parts: of `training sample[0]`, or of `label of training sample`."""
@@ -197,12 +180,8 @@ def _scattered(number: int) -> Iterator[int]:
 
 def flat(contents: Contents, leave_out: set[str] | frozenset[str] = frozenset()) -> dict[str, str]:
     """Return contents by full name, `training sample 17` -> digest, without some kinds."""
-    return {
-        f"{kind} {where}": digest
-        for kind, of_kind in contents.items()
-        if kind not in leave_out
-        for where, digest in of_kind.items()
-    }
+    kept = ((kind, of_kind) for kind, of_kind in contents.items() if kind not in leave_out)
+    return {f"{kind} {where}": digest for kind, of_kind in kept for where, digest in of_kind.items()}
 
 
 def places(number: int) -> list[int]:
@@ -244,7 +223,8 @@ def _same_shapes(first: Leaves, sample: Leaves, where: str) -> None:
             sizes = ["×".join(map(str, shape)) for shape in shapes]
             place = kind.removeprefix(SAMPLE)
             what = f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}"
-            raise UsageFault(what, hint=ONE_SHAPE)
+            ways = "pad or resize them in the data set, or give it collate(samples)"
+            raise UsageFault(what, hint=f"{ways}, which makes a batch of any shapes")
 
 
 def _names(sample: Leaves) -> str:
@@ -328,7 +308,7 @@ class Data:
         """
         for sample, label in zip(samples, labels.tolist(), strict=True):
             if not 0 <= label < len(self.classes):
-                raise no_class(part, sample, label, len(self.classes), self.name)
+                raise common.no_class(part, sample, label, len(self.classes), self.name)
 
     def check_tokens(self, targets: torch.Tensor, samples: Sequence[int], part: str, *, ignored: int) -> None:
         """Refuse a target [n, ...] that is not `ignored` and none of the classes; without any, below 0."""
@@ -345,28 +325,26 @@ class Data:
             raise CheckFailed(what, hint=hint)
 
 
-def load(
-    config: DataConfig, *, seed: int = 0, batch_size: int = 1, collate: tuple[Collate, str] | None = None
-) -> Data:
+def load(settings: DataConfig, *, seed: int = 0, batch_size: int = 1, collate: Given | None = None) -> Data:
     """Return the data set that `--data` names. What a user's draws is keyed by (seed, epoch, sample).
 
     Args:
         collate: how its task makes batches, and the flag that names the task.
     """
-    parts = load_parts(config, seed=seed, batch_size=batch_size)
+    parts = load_parts(settings, seed=seed, batch_size=batch_size)
     # The shuffle depends on the number of samples, so other sizes are other data.
     named = by_name(parts.train, parts.test).values()
     sizes = ["stream" if isinstance(samples, Stream) else str(count(samples)) for samples in named]
-    return _data(config, parts, f" {'/'.join(sizes)}", collate, seed)
+    return _data(settings, parts, f" {'/'.join(sizes)}", collate, seed)
 
 
-def specs_of_others(config: DataConfig) -> list[str]:
+def specs_of_others(settings: DataConfig) -> list[str]:
     """Return what `--also-test` gives after the names."""
-    return [given.partition("=")[2] for given in config.also_test]
+    return [given.partition("=")[2] for given in settings.also_test]
 
 
 def with_others(
-    config: DataConfig, data: Data, *, batch_size: int = 1, collate: tuple[Collate, str] | None = None
+    settings: DataConfig, data: Data, *, batch_size: int = 1, collate: Given | None = None
 ) -> Data:
     """Return a data set with the test sets of `--also-test`, each `NAME=DATA`.
 
@@ -379,14 +357,14 @@ def with_others(
         UsageFault: two have one name, or one has other classes than `data`, or no test samples.
     """
     others: dict[str, Data] = {}
-    for given in config.also_test:
+    for given in settings.also_test:
         name, equals, spec = given.partition("=")
         flag = f"--also-test {given}"
         if not (equals and spec and name.replace("-", "").isidentifier()):
             raise UsageFault(f"{flag}: is not NAME=DATA", hint="for example: --also-test ood=folder:b")
         if name in others:
             raise UsageFault(f"{flag}: another test set is named {name}", hint="name it otherwise")
-        own = replace(config, name=spec, test_data=None)
+        own = replace(settings, name=spec, test_data=None)
         has_parts = spec.partition(":")[0] not in formats.BY_NAME
         try:
             own = own if has_parts else replace(own, test_data=spec)
@@ -401,14 +379,14 @@ def with_others(
     return replace(data, others=others)
 
 
-def load_parts(config: DataConfig, *, seed: int = 0, batch_size: int = 1) -> Parts:
+def load_parts(settings: DataConfig, *, seed: int = 0, batch_size: int = 1) -> Parts:
     """Return the parts of a data set, none of them empty, without reading a sample but a stream's first."""
     # What a factory draws, as for random_split, must be the same on every rank, in each run, and in an
     # evaluation, which has no --seed: else samples that were trained on would be tested with.
     with seeded("data"):
-        parts = _parts(config, seed, batch_size)
-        if config.test_data is not None:
-            elsewhere = _parts(replace(config, name=config.test_data), seed, batch_size)
+        parts = _parts(settings, seed, batch_size)
+        if settings.test_data is not None:
+            elsewhere = _parts(replace(settings, name=settings.test_data), seed, batch_size)
             source = f"{parts.source}, test {elsewhere.source}"
             parts = parts._replace(test=elsewhere.test or elsewhere.train, source=source)
         if isinstance(parts.test, Stream):
@@ -416,66 +394,64 @@ def load_parts(config: DataConfig, *, seed: int = 0, batch_size: int = 1) -> Par
     for name, samples in by_name(parts.train, parts.test).items():
         is_empty = not samples.head if isinstance(samples, Stream) else not count(samples)
         if is_empty:
-            flag = f"--test-data {config.test_data}" if name == "test" and config.test_data else None
-            raise UsageFault(f"{flag or f'--data {config.name}'}: there are no {name} samples")
+            flag = f"--test-data {settings.test_data}" if name == "test" and settings.test_data else None
+            raise UsageFault(f"{flag or f'--data {settings.name}'}: there are no {name} samples")
     return parts
 
 
-def load_test(config: DataConfig, *, batch_size: int = 1, collate: tuple[Collate, str] | None = None) -> Data:
+def load_test(settings: DataConfig, *, batch_size: int = 1, collate: Given | None = None) -> Data:
     """Return the data set for an evaluation: a folder with one level of classes is the test set itself."""
-    path = config.name.removeprefix("folder:")
-    if config.test_data or path == config.name or builtin.is_divided(path) or not os.path.isdir(path):
-        data = load(config, batch_size=batch_size, collate=collate)
+    path = settings.name.removeprefix("folder:")
+    if settings.test_data or path == settings.name or builtin.is_divided(path) or not os.path.isdir(path):
+        data = load(settings, batch_size=batch_size, collate=collate)
         if data.test is None:
-            what = f"--data {config.name}: has no test samples"
+            what = f"--data {settings.name}: has no test samples"
             raise UsageFault(what, hint="--test-data names others; it may be the same")
         return data
-    return _data(config, builtin.test_folder(config, path), "", collate)
+    return _data(settings, builtin.test_folder(settings, path), "", collate)
 
 
-def _parts(config: DataConfig, seed: int, batch_size: int) -> Parts:
-    name, _, argument = config.name.partition(":")
-    if config.name == "digits":
-        return builtin.digits(config)
-    if config.name in ("cifar10", "mnist"):
-        return builtin.torchvision(config)
+def _parts(settings: DataConfig, seed: int, batch_size: int) -> Parts:
+    name, _, argument = settings.name.partition(":")
+    if settings.name == "digits":
+        return builtin.digits(settings)
+    if settings.name in ("cifar10", "mnist"):
+        return builtin.torchvision(settings)
     if name == "folder" and argument:
-        return builtin.folder(config, argument)
+        return builtin.folder(settings, argument)
     if name == "fake":
-        return builtin.fake(config, argument)
+        return builtin.fake(settings, argument)
     if name in formats.BY_NAME and argument:
-        return formats.BY_NAME[name](config, argument, seed, batch_size)
+        return formats.BY_NAME[name](settings, argument, seed, batch_size)
     if argument:
-        return builtin.from_factory(config, seed)
-    raise UsageFault(f"--data {config.name}: no such data set", hint=f"one of {NAMES}")
+        return builtin.from_factory(settings, seed)
+    raise UsageFault(f"--data {settings.name}: no such data set", hint=f"one of {NAMES}")
 
 
 def _data(
-    config: DataConfig, parts: Parts, sizes: str, collate: tuple[Collate, str] | None = None, seed: int = 0
+    settings: DataConfig, parts: Parts, sizes: str, collate: Given | None = None, seed: int = 0
 ) -> Data:
     contents: dict[str, dict[str, str]] = {}
-    named = by_name(parts.train, parts.test)
-    collations = {
-        name: collation_of(source_of(samples), config.name, collate, name, seed)
-        for name, samples in named.items()
-    }
-    of_training, *of_test = [
-        Part(name, samples, config.name, config.task, collations[name]) for name, samples in named.items()
-    ]
+    read: list[Part] = []
+    for name, samples in by_name(parts.train, parts.test).items():
+        collation = common.collation_of(source_of(samples), settings.name, collate, name, seed)
+        read.append(Part(name, samples, settings.name, settings.task, collation))
+    of_training, *of_test = read
+    collations = {part.name: part.collation for part in read}
     for part in [*of_test, of_training] if parts.train is not parts.test else of_test:
-        skips = config.skip_damaged and part is of_training
+        skips = settings.skip_damaged and part is of_training
         for kind, digests in part.describe(skip_damaged=skips).items():
             contents.setdefault(kind, {}).update(digests)
     looked_at = (of_test or [of_training])[0]
-    if config.skip_damaged and looked_at is of_training:
+    if settings.skip_damaged and looked_at is of_training:
         looked_at = replace(looked_at, samples=Undamaged(looked_at.samples))
     shape = looked_at.shape()
     # Other numbers are another data set.
-    given = {"mean": config.mean, "std": config.std, "resize": config.resize}
+    given = {"mean": settings.mean, "std": settings.std, "resize": settings.resize}
     prepared = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
     source = f"{parts.source}{sizes}{prepared}"
-    about = (parts.classes, shape, source, contents, config.task, collations)
-    return Data(config.name, parts.train, parts.test, *about)
+    about = (parts.classes, shape, source, contents, settings.task, collations)
+    return Data(settings.name, parts.train, parts.test, *about)
 
 
 def compare(data: Data, when: str, *, workers: int = 0) -> None:

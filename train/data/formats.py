@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from ckpttool.core.files.commit import reason
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault, install
 from train import console
 from train.config.sections import DataConfig
-from train.data.builtin import picture_in
+from train.data.builtin import picture_in, pixels
 from train.data.samples import IGNORED, Parts, Scale, scale_of
 from train.data.stream import Packed, Stream
 
@@ -52,9 +53,8 @@ def files_of(pattern: str, what: str) -> list[str]:
             reason = "is not a regular file" if os.path.exists(path) else "no such file"
             raise Unreadable(path, f"{reason}: {what} {pattern}")
     if not found:
-        raise UsageFault(
-            f"{what} {pattern}: no file matches", hint="quote the pattern: the shell expands it too"
-        )
+        hint = "quote the pattern: the shell expands it too"
+        raise UsageFault(f"{what} {pattern}: no file matches", hint=hint)
     return list(found)
 
 
@@ -152,10 +152,7 @@ class Tokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         if count == self.block + 1:
             return tokens[:-1], tokens[1:]
         missing = (0, self.block + 1 - count)
-        return (
-            torch.nn.functional.pad(tokens[:-1], missing),
-            torch.nn.functional.pad(tokens[1:], missing, value=IGNORED),
-        )
+        return pad(tokens[:-1], missing), pad(tokens[1:], missing, value=IGNORED)
 
 
 def _length(path: str) -> int:
@@ -166,21 +163,20 @@ def _length(path: str) -> int:
         raise Unreadable(path, reason(error)) from error
     if size % BYTES:
         what = f"its {size:,} bytes are no uint16 tokens, which have {BYTES} each"
-        raise Damaged(
-            path, what, hint="write it as numpy.uint16, little-endian: tokens.astype('<u2').tofile(path)"
-        )
+        hint = "write it as numpy.uint16, little-endian: tokens.astype('<u2').tofile(path)"
+        raise Damaged(path, what, hint=hint)
     return size // BYTES
 
 
-def load_tokens(config: DataConfig, pattern: str, *_: int) -> Parts:
+def load_tokens(settings: DataConfig, pattern: str, *_: int) -> Parts:
     """Return the blocks of the files that `tokens:PATTERN` names, as training samples."""
     name = f"--data tokens:{pattern}"
-    if config.block_size is None:
+    if settings.block_size is None:
         raise UsageFault(f"{name}: needs the tokens of a sample", hint="for example --block-size 256")
-    if config.task == "classification":
+    if settings.task == "classification":
         raise UsageFault(f"{name}: tokens have no classes", hint="give --task language-model")
     paths = files_of(pattern, "--data tokens:")
-    return Parts(Tokens(paths, config.block_size), None, (), f"tokens in blocks of {config.block_size}")
+    return Parts(Tokens(paths, settings.block_size), None, (), f"tokens in blocks of {settings.block_size}")
 
 
 # ---- tar shards --------------------------------------------------------------------------------------
@@ -217,16 +213,14 @@ class Index(NamedTuple):
 
 
 class TarShards(Dataset[Any]):
-    """The samples of shards: (image, label) if `labelled`, else a dict of their members by their endings."""
+    """The samples of shards: (image, label) for classification, else a dict of members by ending."""
 
-    def __init__(
-        self, paths: Sequence[str], scale: Scale, resize: int | None, *, labelled: bool, skip_damaged: bool
-    ) -> None:
-        self.paths, self.scale, self.resize, self.labelled = paths, scale, resize, labelled
-        self.files = Files()
-        self.shards = [_index(path, skip_damaged=skip_damaged) for path in paths]
+    def __init__(self, paths: Sequence[str], settings: DataConfig) -> None:
+        self.paths, self.resize, self.files = paths, settings.resize, Files()
+        self.labelled, self.scale = settings.task == "classification", scale_of(settings, channels=3)
+        self.shards = [_index(path, skip_damaged=settings.skip_damaged) for path in paths]
         self.ends = list(itertools.accumulate(len(shard.starts) - 1 for shard in self.shards))
-        if labelled:
+        if self.labelled:
             labels = (int(self._label(index)) for index in range(len(self)))
             self.labels = numpy.fromiter(labels, dtype=numpy.int64, count=len(self))
 
@@ -291,15 +285,11 @@ class TarShards(Dataset[Any]):
             raise Damaged(self.paths[number], what) from error
 
 
-def _array(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(numpy.load(io.BytesIO(data), allow_pickle=False))
-
-
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(CLASSES, lambda data: int(data)),
     **dict.fromkeys(TEXTS, bytes.decode),
     "json": json.loads,
-    "npy": _array,
+    "npy": lambda data: torch.from_numpy(numpy.load(io.BytesIO(data), allow_pickle=False)),
 }
 
 
@@ -360,21 +350,17 @@ def _files_in(path: str) -> Iterator[tarfile.TarInfo]:
         raise Unreadable(path, reason(error)) from error
 
 
-def load_tar_shards(config: DataConfig, pattern: str, *_: int) -> Parts:
+def load_tar_shards(settings: DataConfig, pattern: str, *_: int) -> Parts:
     """Return the samples of the shards that `wds:PATTERN` names, as training samples."""
     if "://" in pattern or pattern.startswith("pipe:"):
         what = f"--data wds:{pattern}: reads shards on this machine"
         raise UsageFault(what, hint="download them, or return a webdataset pipeline from file.py:factory")
     paths = files_of(pattern, "--data wds:")
-    labelled, scale = config.task == "classification", scale_of(config, channels=3)
-    how = {"labelled": labelled, "skip_damaged": config.skip_damaged}
-    samples = TarShards(paths, scale, config.resize, **how)
-    classes: tuple[str, ...] = ()
-    if labelled and len(samples):
+    samples, classes = TarShards(paths, settings), tuple[str, ...]()
+    if samples.labelled and len(samples):
         classes = tuple(map(str, range(int(samples.labels.max()) + 1)))
-    names = "\n".join(
-        f"{os.path.basename(path)} {end}" for path, end in zip(paths, samples.ends, strict=True)
-    )
+    pairs = zip(paths, samples.ends, strict=True)
+    names = "\n".join(f"{os.path.basename(path)} {end}" for path, end in pairs)
     return Parts(samples, None, classes, f"wds {hashlib.sha256(names.encode()).hexdigest()[:16]}")
 
 
@@ -426,16 +412,12 @@ class AsSample:
             return {name: _as_tensor(value) for name, value in row.items()}
         inputs, label = (row[name] for name in self.columns)
         if hasattr(inputs, "convert"):  # Pillow's
-            from train.data.builtin import pixels
-
             return self.scale.apply(pixels(inputs, self.resize)), int(label)
         return _as_tensor(inputs), int(label)
 
 
 def _as_tensor(value: Any) -> Any:
     if hasattr(value, "convert"):
-        from train.data.builtin import pixels
-
         return pixels(value, None)
     if isinstance(value, list):
         try:
@@ -445,7 +427,7 @@ def _as_tensor(value: Any) -> Any:
     return value
 
 
-def load_hugging_face(config: DataConfig, name: str, seed: int, batch_size: int) -> Parts:
+def load_hugging_face(settings: DataConfig, name: str, seed: int, batch_size: int) -> Parts:
     """Return a split of a data set (by default `train`) as a stream of training samples."""
     try:
         import datasets
@@ -461,12 +443,12 @@ def load_hugging_face(config: DataConfig, name: str, seed: int, batch_size: int)
     except (OSError, ValueError) as error:  # of many classes, all of which are one of these
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Unreadable(f"hf:{name}", why, hint="hf:OWNER/NAME,CONFIG:SPLIT, or hf:FOLDER") from error
-    columns, classes = _columns(config, name, loaded) if config.task == "classification" else (None, ())
-    as_sample = AsSample(columns, scale_of(config, channels=3), config.resize)
+    columns, classes = _columns(settings, name, loaded) if settings.task == "classification" else (None, ())
+    as_sample = AsSample(columns, scale_of(settings, channels=3), settings.resize)
     number = loaded.num_shards
     shards: list[Any] = [HubShard(loaded, shard, number, as_sample) for shard in range(number)]
-    if config.block_size:
-        shards = [Packed(shard, config.block_size) for shard in shards]
+    if settings.block_size:
+        shards = [Packed(shard, settings.block_size) for shard in shards]
     most = min(MOST_LANES, batch_size)
     known = (loaded.info.splits or {}).get(split)
     stream = Stream(
@@ -475,14 +457,14 @@ def load_hugging_face(config: DataConfig, name: str, seed: int, batch_size: int)
         seed=seed,
         lanes=next(lanes for lanes in range(most, 0, -1) if number % lanes == 0),
         shuffled=True,
-        window=config.shuffle_window or WINDOW,
-        skip_damaged=config.skip_damaged,
-        length=known.num_examples or None if known and not config.block_size else None,
+        window=settings.shuffle_window or WINDOW,
+        skip_damaged=settings.skip_damaged,
+        length=known.num_examples or None if known and not settings.block_size else None,
     )
     return Parts(stream, None, classes, f"hf {name}")
 
 
-def _columns(config: DataConfig, name: str, loaded: Any) -> tuple[tuple[str, str], tuple[str, ...]]:
+def _columns(settings: DataConfig, name: str, loaded: Any) -> tuple[tuple[str, str], tuple[str, ...]]:
     """Return the columns of the inputs and the label, and the names of the classes."""
     features = loaded.features
     labels = [column for column, feature in features.items() if hasattr(feature, "names")]

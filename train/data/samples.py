@@ -153,14 +153,14 @@ def split(samples: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
     return Subset(samples, train), Subset(samples, test)
 
 
-def scale_of(config: DataConfig, channels: int, usual: Scale | None = None) -> Scale:
+def scale_of(settings: DataConfig, channels: int, usual: Scale | None = None) -> Scale:
     """Return the normalisation that the flags give, or else `usual`: ImageNet's for three channels."""
     if usual is None:
         usual = COLOUR if channels == 3 else Scale()
-    for flag, values in (("--mean", config.mean), ("--std", config.std)):
+    for flag, values in (("--mean", settings.mean), ("--std", settings.std)):
         if values is not None and len(values) not in (1, channels):
             raise UsageFault(f"{flag}: {len(values)} numbers for images of {channels} channels")
-    return Scale(config.mean or usual.mean, config.std or usual.std)
+    return Scale(settings.mean or usual.mean, settings.std or usual.std)
 
 
 # ---- batches -----------------------------------------------------------------------------------------
@@ -172,6 +172,7 @@ def scale_of(config: DataConfig, channels: int, usual: Scale | None = None) -> S
 
 
 Collate = Callable[[list[Any]], Any]
+Given = tuple[Collate, str]  # a function, and the flag that names who has given it
 
 # What is compared as it is: its `repr` says all of it.
 PLAIN = (torch.Tensor, str, bytes, Number, date, timedelta, PurePath)
@@ -216,9 +217,7 @@ class Collation:
             raise UsageFault(what, hint="collate(samples) gets a list, and returns a batch") from error
 
 
-def collation_of(
-    samples: Any, data: str, of_task: tuple[Collate, str] | None, part: str, seed: int
-) -> Collation:
+def collation_of(samples: Any, data: str, of_task: Given | None, part: str, seed: int) -> Collation:
     """Return how a part of `--data` becomes batches; `of_task` is a task's own function, and its flag."""
     given = getattr(samples, "collate", None)
     function, whose = (given, f"--data {data}") if given is not None else of_task or (default_collate, "")

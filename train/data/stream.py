@@ -208,10 +208,8 @@ class Lane:
         if now.depth == then.depth and now.digest != then.digest:
             how = "set by load_state_dict" if then.state is not None else "read again from the beginning"
             what = f"{self.name}: sample {now.depth} is another one than before, {how}"
-            hint = (
-                "read the same files; __iter__ has to begin anew, to give each rank all samples, and to seed "
-            )
-            hint += "what it draws from by the epoch"
+            hint = "read the same files; __iter__ has to begin anew, to give each rank all samples"
+            hint += ", and to seed what it draws from by the epoch"
             raise CheckFailed(f"{what}: the stream's position can't be restored", hint=hint)
 
     def _unreadable(self, error: Exception) -> CkptToolError:

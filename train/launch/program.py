@@ -19,19 +19,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ckpttool.core.words import versioned
-from ckpttool.distributed.group import given_rank, started_by_launcher
+from ckpttool.distributed.group import Place, given_rank, started_by_launcher
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from ckpttool.distributed.observer import SPAWNED, end_with_torchrun, environment_of, usable_cores
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault, install
 from ckpttool.models import factory
 from train import console
-
-if TYPE_CHECKING:
-    from ckpttool.distributed.group import Place
-    from train.config.sections import RanksConfig
+from train.config.sections import RanksConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # of a scheduler, a terminal, SLURM's warning
 

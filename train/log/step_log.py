@@ -265,9 +265,8 @@ class StepLog:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             loss.register_hook(lambda _: queue(lambda: ends.append(clock.now())))
         heartbeat.phase(name)
-        mark = (
-            torch.profiler.record_function(f"step: {name}") if self.is_profiled else contextlib.nullcontext()
-        )
+        record = torch.profiler.record_function if self.is_profiled else contextlib.nullcontext
+        mark = record(f"step: {name}")
         start = clock.now()
         if self._begun is None:  # the first phase begins the step: what lies between steps is not training
             self._begun = start
@@ -395,20 +394,21 @@ class _HostClock:
         pass  # what was added is counted
 
 
+Event = torch.cuda.Event
+
+
 class _DeviceClock:
     """The clock of a GPU: events on its stream, read when they have passed, without waiting for them."""
 
     def __init__(self) -> None:
-        self._spans: collections.deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = collections.deque()
+        self._spans: collections.deque[tuple[str, Event, Event]] = collections.deque()
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def now(self) -> Event:
+        event = Event(enable_timing=True)
         event.record()
         return event
 
-    def add(
-        self, seconds: dict[str, float], name: str, start: torch.cuda.Event, end: torch.cuda.Event
-    ) -> None:
+    def add(self, seconds: dict[str, float], name: str, start: Event, end: Event) -> None:
         self._spans.append((name, start, end))
 
     def settle(self, seconds: dict[str, float], *, wait: bool = False) -> None:

@@ -20,17 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpttool.core.files.commit import append_record, naming
 from ckpttool.errors import UsageFault, install
 from train import console
 from train.config.sections import TrainConfig
 from train.log import step_log
-from train.log.step_log import HeldLines
-
-if TYPE_CHECKING:
-    from train.log.step_log import Sink
+from train.log.step_log import HeldLines, Sink
 
 # Of charts, beside those that have the name of a test set.
 GROUPS = ("train", "epoch", "test", "time")
@@ -137,11 +134,8 @@ def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
     group = "epoch" if "epoch" in entry else "test" if "test_loss" in entry else "train"
     found = {_tag(name, group): value for name, value in _numbers(entry) if name not in ABOUT_POSITION}
     # A metric's name is the user's, and means nothing here.
-    tests = {
-        "test": {"metrics": entry.get("metrics", entry.get("test_metrics", {}))},
-        **entry.get("tests", {}),
-    }
-    for test_set, score in tests.items():
+    own = {"metrics": entry.get("metrics", entry.get("test_metrics", {}))}
+    for test_set, score in {"test": own, **entry.get("tests", {})}.items():
         of_score = {**score, **score.get("metrics", {})}
         found |= {f"{test_set}/{name}": value for name, value in _numbers(of_score)}
     return found

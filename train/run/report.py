@@ -25,7 +25,7 @@ from train import console
 from train.checkpoint import files
 from train.checkpoint.files import BEST, LAST
 from train.config import command_line
-from train.config.sections import OWN, TrainConfig
+from train.config.sections import OWN
 from train.data.data_set import Data
 from train.data.samples import count
 from train.data.stream import Packed, Stream
@@ -204,23 +204,18 @@ def header(trainer: Trainer, folder: str) -> dict[str, str]:
     config, data, place = trainer.config, trainer.data, trainer.place
     parameters = sum(parameter.numel() for parameter in trainer.ddp.parameters())
     virtual = " on virtual ranks" if config.batch.virtual_ranks else ""
-    plan = trainer.feed.plan
-    dealt = shares(plan, config.batch.virtual_ranks or place.world_size)
+    divided = f",\n{'':8}{trainer.ddp.about}" if isinstance(trainer.ddp, Sharded) else ""
+    dealt = shares(trainer.feed.plan, config.batch.virtual_ranks or place.world_size)
     tests = {name: other.parts()[-1].samples for name, other in data.others.items()}
     others = "".join(f"\n{'':8}{name}: {count(samples):,} samples" for name, samples in tests.items())
     return {
         "model": f"{config.model.name}, {parameters:,} parameters",
         "data": f"{data.name}\n{'':8}{describe(data)}{others}",
-        "ranks": f"{place.world_size} on {place.device.type} ({place.backend}){_divided(trainer)}",
+        "ranks": f"{place.world_size} on {place.device.type} ({place.backend}){divided}",
         "batch": f"{dealt}{virtual}, {_steps(trainer)}",
-        "train": in_lines(recipe(config)),
+        "train": in_lines(command_line.recipe(config)),
         "out": folder,
     }
-
-
-def _divided(trainer: Trainer) -> str:
-    model = trainer.ddp
-    return f",\n{'':8}{model.about}" if isinstance(model, Sharded) else ""
 
 
 def describe(data: Data) -> str:
@@ -260,24 +255,6 @@ def shares(plan: Plan, world_size: int) -> str:
     if not 1 < world_size <= 8:
         return str(plan.batch_size)
     return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
-
-
-def recipe(config: TrainConfig) -> str:
-    """Return the main settings of a run, in brief."""
-    plain = TrainConfig()
-    length = counted(config.training.epochs, "epoch")
-    length += f" or {config.training.max_steps} steps" * bool(config.training.max_steps)
-    rate = "" if config.optimizer.lr is None else f" lr {config.optimizer.lr:g}"
-    parts = [length, f"{config.optimizer.name}{rate}", config.schedule.name]
-    if config.schedule.warmup.number:
-        parts.append(f"warmup {config.schedule.warmup}")
-    if config.batch.accumulate > 1:
-        parts.append(f"{config.batch.accumulate} passes per step")
-    for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
-        value = config[name]
-        if value != plain[name]:
-            parts.append(f"{name.replace('_', '-')} {value}")
-    return ", ".join([*parts, f"seed {config.numbers.seed}"])
 
 
 def in_lines(recipe: str) -> str:

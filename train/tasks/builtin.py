@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy
 import torch
@@ -33,12 +33,8 @@ from ckpttool.errors import UsageFault
 from ckpttool.metrics.base import measures
 from ckpttool.models import factory
 from train.config.flags import Sections
-from train.data.samples import IGNORED, Collate, kind_of
-
-if TYPE_CHECKING:
-    from train.data.data_set import Data
-if TYPE_CHECKING:
-    from train.data.data_set import Data
+from train.data.data_set import Data
+from train.data.samples import IGNORED, Given, kind_of
 
 # The sum of a batch's losses, a scalar with a gradient, and the number or total weight of what was summed.
 Loss = tuple[torch.Tensor, "float | torch.Tensor"]
@@ -184,10 +180,6 @@ def target_of(batch: Any) -> Any:
     return batch[-1] if isinstance(batch, tuple | list) else batch
 
 
-def numbers_of(target: Any) -> int:
-    return target.numel() if isinstance(target, torch.Tensor) else int(numpy.size(target))
-
-
 def scores_in(outputs: Any) -> torch.Tensor:
     """Return outputs that are a tensor, or have one as `logits`; those of 16 bits as float32."""
     if isinstance(outputs, Mapping):
@@ -236,14 +228,12 @@ class Classification(Task):
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
         labels = batch[-1] if isinstance(batch, tuple | list) and batch else None
         if not isinstance(labels, torch.Tensor) or labels.shape[:1] != (len(indices),):
-            found = (
-                f"a batch of {len(indices)} {part} samples ends in {kind_of(labels)}, not a label for each"
-            )
-            if labels is None:
-                found = f"a batch of {part} samples is {kind_of(batch)}, not (inputs, ..., labels)"
-            raise UsageFault(
-                f"--task {self.name}: {found}", hint="collate(samples) makes (inputs, ..., labels)"
-            )
+            found = f"a batch of {part} samples is {kind_of(batch)}, not (inputs, ..., labels)"
+            if labels is not None:
+                ends = f"a batch of {len(indices)} {part} samples ends in {kind_of(labels)}"
+                found = f"{ends}, not a label for each"
+            hint = "collate(samples) makes (inputs, ..., labels)"
+            raise UsageFault(f"--task {self.name}: {found}", hint=hint)
         if not labels.is_floating_point():  # a mixture, of labels that were checked before
             self.data.check_labels(labels, indices, part)
 
@@ -404,7 +394,7 @@ def users(name: str) -> Any:
         return _instance(factory.build(name), name)
 
 
-def collate_of(made: Any, name: str) -> tuple[Collate, str] | None:
+def collate_of(made: Any, name: str) -> Given | None:
     """Return a user's task's own `collate`, with the flag that names the task; None if it has none."""
     given = getattr(made, "collate", None)
     return None if given is None else (given, f"--task {name}")
@@ -446,7 +436,8 @@ def _instance(made: Any, name: str) -> Any:
 
 def _numbers(data: Data) -> int:
     """Return how many numbers the target of a sample has."""
-    return numbers_of(target_of((data.train if data.test is None else data.test)[0]))
+    target = target_of((data.train if data.test is None else data.test)[0])
+    return target.numel() if isinstance(target, torch.Tensor) else int(numpy.size(target))
 
 
 def _smoothing(given: Mapping[str, Any]) -> float:

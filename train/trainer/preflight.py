@@ -109,8 +109,7 @@ class Trial:
 
 def initialise(trial: Trial, model: nn.Module) -> None:
     """Let lazy layers take their shapes from a sample; the random numbers are the same on every rank."""
-    tensors = (*model.parameters(), *model.buffers())
-    if any(is_lazy(tensor) for tensor in tensors):
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         try:
             with modes_kept(model), torch.no_grad():
                 trial.forward(model.eval(), 1)

@@ -177,18 +177,16 @@ def steps_of_virtual_ranks(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def take_virtual_step(
-    trainer: Trainer, steps: dict[int, Step], batches: Batches, gradients: OrderedSum
-) -> None:
+def take_virtual_step(trainer: Trainer, steps: dict[int, Step], batches: Batches, total: OrderedSum) -> None:
     """Take one optimizer step, as `train.main.take_step` does, on this rank's virtual ranks (`steps`)."""
     model, sums = trainer.ddp.module, Sums()
     for virtual, step in steps.items():
         with contextlib.nullcontext() if virtual == 0 else buffers_restored(model):
             if _pass_all(trainer, virtual, step, batches, sums):
                 trainer.check_gradients()
-        gradients.take(virtual % len(steps))
+        total.take(virtual % len(steps))
     with trainer.log.phase("reduce"):
-        gradients.sum_over_ranks()
+        total.sum_over_ranks()
         collectives.broadcast_into(model.buffers())  # which are those of virtual rank 0
         trainer.begin_count(sums)
         step, counted = trainer.average_over_count(step, sums)

@@ -273,7 +273,7 @@ def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path,
 
 def test_a_recipe_is_broken_between_its_parts():
     config = TrainConfig.of(amp="bf16", clip_norm=1.0, ema=0.999, augment="crop-flip", mixup=0.2, seed=123)
-    text = f"train   {report.in_lines(report.recipe(config))}"
+    text = f"train   {report.in_lines(command_line.recipe(config))}"
     first = "train   10 epochs, sgd lr 0.1, cosine, amp bf16, clip-norm 1.0, ema 0.999,"
     assert text == f"{first}\n        augment crop-flip, mixup 0.2, seed 123"
 
