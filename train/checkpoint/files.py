@@ -225,10 +225,9 @@ def _begin(path: str) -> bytes:
 
 # A delta, `step-000012.delta.safetensors`, is built on the file of the save before, by its name. The newest
 # checkpoint has a whole file too, `step-000012.pt`, which is last.pt by another name. It goes once the next
-# is
-# there, if its delta can be read: so a delta that fails, and a kill at any time, cost room and no
-# checkpoint. A
-# delta is built on lower steps alone; those that are built on a step which is saved anew go before it does.
+# is there, if its delta can be read: so a delta that fails, and a kill at any time, cost room and no
+# checkpoint. A delta is built on lower steps alone; those that are built on a step which is saved anew go
+# before it does.
 
 
 HEAD = 9  # bytes that tell a file of tensors from others
@@ -371,8 +370,7 @@ def _opened(path: str) -> Checkpoint:
 
 # The checkpoint's file, as last.pt, then holds all but the tensors, and names the folder beside it, such as
 # `step-000120-3fa1.dcp`, and the SHA-256 of each file in it. So it alone says which state is the run's, and
-# is
-# replaced at once, as any other; a folder that none of the run's files names is removed. The folder is a
+# is replaced at once, as any other; a folder that none of the run's files names is removed. The folder is a
 # checkpoint of torch.distributed.checkpoint by itself: `model`, `optimizer.state` and `ema.averages`, by
 # name.
 

@@ -261,8 +261,7 @@ def _as(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 # Only rank 0 writes. With `--save async` training waits only while the state is copied; a thread of each rank
 # then computes the digests of its copy, and rank 0's writes the file. The threads send nothing: what they
-# have
-# done the ranks tell each other in later steps (`word`, `advance`). A save passes through these states:
+# have done the ranks tell each other in later steps (`word`, `advance`). A save passes through these states:
 #
 #     save()                captured, and copied
 #       |  digests          on each rank: computed, or why the state must not be saved

@@ -24,8 +24,6 @@ from ckpttool.errors import CkptToolError, FileError
 from train.data.samples import Collation, Samples, count
 from train.data.stream import Read
 
-Indices = Iterable[list[int]]  # of the samples of each batch
-
 PATIENCE = 5.0  # seconds that all loading processes together have to end the samples that they are at
 
 _started: weakref.WeakSet[Any] = weakref.WeakSet()  # what holds the loading processes of this process
@@ -96,7 +94,7 @@ class Loader(DataLoader[Any]):
 
 def load(
     samples: Samples,
-    batches: Indices,
+    batches: Iterable[list[int]],
     place: Place,
     workers: int,
     *,

@@ -35,9 +35,8 @@ def digits(settings: DataConfig) -> Parts:
     pixels, target = _digits()
     pictures = torch.tensor(pixels, dtype=torch.float32).div(16).view(-1, 1, 8, 8)
     labels = torch.tensor(target, dtype=torch.int64)
-    train, test = common.split(
-        TensorDataset(scale_of(settings, channels=1).apply(pictures), labels), labels.tolist()
-    )
+    whole = TensorDataset(scale_of(settings, channels=1).apply(pictures), labels)
+    train, test = common.split(whole, labels.tolist())
     return Parts(train, test, CLASSES, "digits")
 
 

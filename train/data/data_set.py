@@ -254,8 +254,7 @@ def _digest(value: Any) -> str:
 # ---- data sets ---------------------------------------------------------------------------------------
 
 # A sample of the data sets known by name is (image, label): a float32 tensor of channels × height × width,
-# and
-# an int. One of a user's own can be any structure of tensors that its task takes. Nothing here is random,
+# and an int. One of a user's own can be any structure of tensors that its task takes. Nothing here is random,
 # except in a user's own data set; that is keyed by (seed, epoch, sample).
 
 

@@ -29,6 +29,8 @@ from train.data.builtin import picture_in, pixels
 from train.data.samples import IGNORED, Parts, Scale, scale_of
 from train.data.stream import Packed, Stream
 
+Load = Callable[[DataConfig, str, int, int], Parts]
+
 INNERMOST = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 MOST = 1_000_000  # names of one pattern
@@ -78,11 +80,9 @@ def _braces(pattern: str) -> Iterator[str]:
 # ---- files of tokens ---------------------------------------------------------------------------------
 
 # A sample is a block: `--block-size` tokens, and for each the token after it, which is its target. Blocks
-# don't
-# overlap, so in an epoch each token but the first of a file is a target exactly once. The last block of a
-# file
-# may be short: it is filled up with targets that don't count. Files are read in place, not mapped: one that
-# becomes shorter while it is mapped kills the process.
+# don't overlap, so in an epoch each token but the first of a file is a target exactly once. The last block of
+# a file may be short: it is filled up with targets that don't count. Files are read in place, not mapped: one
+# that becomes shorter while it is mapped kills the process.
 
 
 BYTES = 2  # of a token
@@ -184,13 +184,10 @@ def load_tokens(settings: DataConfig, pattern: str, *_: int) -> Parts:
 #     train-000.tar:   0001.jpg  0001.cls  0002.jpg  0002.cls  ...
 #
 # The headers of all shards are read once, so that each sample has a place. They are then dealt out and
-# shuffled
-# as those of any data set by index, a rank reads the bytes of its own samples alone, and nothing is read
-# again
-# on a resume. For classification each rank reads all labels first. The index takes 24 bytes for a member.
-# Only files on this machine, and not compressed: others go through webdataset's own pipeline, as a stream
-# from
-# file.py:factory.
+# shuffled as those of any data set by index, a rank reads the bytes of its own samples alone, and nothing is
+# read again on a resume. For classification each rank reads all labels first. The index takes 24 bytes for a
+# member. Only files on this machine, and not compressed: others go through webdataset's own pipeline, as a
+# stream from file.py:factory.
 
 
 # The name that the members of a sample share, and what tells them apart, as webdataset divides a path.
@@ -478,8 +475,4 @@ def _columns(settings: DataConfig, name: str, loaded: Any) -> tuple[tuple[str, s
     return (inputs[0], labels[0]), tuple(map(str, features[labels[0]].names))
 
 
-BY_NAME: dict[str, Callable[[DataConfig, str, int, int], Parts]] = {
-    "tokens": load_tokens,
-    "wds": load_tar_shards,
-    "hf": load_hugging_face,
-}
+BY_NAME: dict[str, Load] = {"tokens": load_tokens, "wds": load_tar_shards, "hf": load_hugging_face}

@@ -233,10 +233,8 @@ def is_plain(value: Any) -> bool:
 # ---- packing -----------------------------------------------------------------------------------------
 
 # Documents follow each other without padding; only the block that ends the stream is filled up. A target is
-# the
-# next token of the same document, so the first token of a document is the target of none, and each other
-# token
-# is the target of exactly one: the mean over tokens does not depend on the length of the blocks.
+# the next token of the same document. So the first token of a document is never a target, and each other
+# token is the target of exactly one: the mean over tokens does not depend on the length of the blocks.
 
 
 LAST = torch.tensor([IGNORED])  # the target of a document's last token
@@ -353,10 +351,8 @@ def _tokens(document: Any) -> torch.Tensor:
 # ---- streams -----------------------------------------------------------------------------------------
 
 # A stream is one iterable, or several lanes of shards. Place p of an epoch is in lane p mod L, at depth
-# p div L, so every process knows from the plan alone which samples it takes. It opens the lanes that these
-# are
-# in, reads each from its beginning on, and takes its own. So neither ranks nor workers change the order,
-# and a
+# p div L, so every process knows from the plan alone which samples it takes. It opens their lanes, reads
+# each from its beginning, and takes its own. So neither ranks nor workers change the order, and a
 # run goes on from its place on any number of them. A lane whose source knows its position (`state_dict` and
 # `load_state_dict`) is set to the last one before that place; of another, samples before it are read again.
 #

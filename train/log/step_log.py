@@ -211,9 +211,8 @@ def peak_memory(device: torch.device) -> int:
 # launched, it is the time between two events on its stream, which includes the time it stood idle there.
 #
 # DDP sums gradients over ranks while backward is still computing others, so the two can't be told apart in
-# full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then waits until
-# they
-# are summed: communication that computing does not hide, and the wait for slower ranks.
+# full. `backward` ends when this rank has computed its own gradients. `reduce` is its wait until they are
+# summed: communication that computing does not hide, and the wait for slower ranks.
 
 
 PHASES = ("data", "forward", "backward", "reduce", "update")
@@ -424,7 +423,7 @@ class _DeviceClock:
 
 # ---- profiling ---------------------------------------------------------------------------------------
 
-# Imports torch. It writes profile/trace.json.gz, for ui.perfetto.dev, and profile/operators.txt.
+# It writes profile/trace.json.gz, for ui.perfetto.dev, and profile/operators.txt.
 
 
 # Steps before those that `--profile N` records: the first ones are not like the others.

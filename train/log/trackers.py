@@ -3,7 +3,7 @@
 Each is a `Sink` of train/log/step_log.py. TensorBoard's files are written here. The clients of W&B, MLflow
 and trackio may wait for a server: each runs in a thread of rank 0, which takes entries from a queue. No step
 waits for it, and the end of a run waits no longer than its limit. The thread shares the process: a client
-that ends the process, or holds the interpreter's lock in C, does so to the run.
+that calls `os._exit` ends the run, and one that holds the interpreter's lock in C stops it.
 """
 
 from __future__ import annotations
@@ -230,11 +230,7 @@ class Trackio:
         self.trackio.finish()
 
 
-CLIENTS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}
+CLIENTS: dict[str, Any] = {"wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio}
 
 
 class TrackerThread(contextlib.AbstractContextManager[Any]):

@@ -143,11 +143,10 @@ def _least(plan: Plan, sizes: list[int]) -> int:
 # ---- virtual ranks -----------------------------------------------------------------------------------
 
 # Each global batch is dealt to V virtual ranks, and rank r of W computes for V/W of them, one after the
-# other.
-# What a virtual rank computes depends on nothing but its number and the step: its samples, its random
-# numbers,
-# and the buffers it starts from. The gradients of all V are then added in the order of their numbers on every
-# rank. Sums of floating point depend on their order, so DDP's, which is another for each W, can't be used.
+# other. What a virtual rank computes depends on nothing but its number and the step: its samples, its random
+# numbers, and the buffers it starts from. The gradients of all V are then added in the order of their numbers
+# on every rank. Sums of floating point depend on their order, so DDP's, which is another for each W, can't be
+# used.
 #
 # This costs V/W gradients of memory on a rank, beside their sum, and each rank receives V gradients per step,
 # where an all-reduce moves about two. Nothing is sent while backward still computes.
