@@ -67,11 +67,10 @@ def write(
     of another training than `state["training"]` says.
     """
     wanted = [os.path.join(folder, name) for name in names]
-    with naming(wanted[0]):
-        foreign = [path for path in wanted if is_taken(path, state.get("training", ""))]
-    paths = [path for path in wanted if path not in foreign]
     placed = [] if placed is None else placed
     with naming(wanted[0]):
+        foreign = [path for path in wanted if is_taken(path, state.get("training", ""))]
+        paths = [path for path in wanted if path not in foreign]
         try:
             if paths:
                 _write_first(state, paths[-1], placing, placed)

@@ -245,8 +245,7 @@ def run_program(
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        fault = UsageFault("torch is not installed", hint=install("train"))
-        return complain(fault, as_json=as_json)
+        return complain(UsageFault("torch is not installed", hint=install("train")), as_json=as_json)
     except RuntimeError as error:
         known = _known(error) if is_prepared else None
         if known is None:

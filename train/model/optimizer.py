@@ -288,11 +288,9 @@ def _kind(name: str) -> type[Optimizer]:
     if name.lower() == "muon":
         return Muon
     classes = (each for each in vars(torch.optim).items() if isinstance(each[1], type))
-    known: dict[str, type[Optimizer]] = {
-        key.lower(): each for key, each in classes if issubclass(each, Optimizer)
-    }
+    known = {key.lower(): each for key, each in classes if issubclass(each, Optimizer)}
     del known["optimizer"]
-    kind = known.get(name.lower())
+    kind: type[Optimizer] | None = known.get(name.lower())
     if kind is None:
         names = ", ".join(sorted(known.keys() - {class_name.lower() for class_name in NOT_FOR_THIS_LOOP}))
         raise UsageFault(f"--optimizer {name}: torch.optim has none of that name", hint=f"one of {names}")

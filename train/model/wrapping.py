@@ -187,16 +187,11 @@ def has_torchs_sync(model: nn.Module) -> bool:
 
 
 def check_batchnorm(
-    settings: ModelConfig,
-    model: nn.Module,
-    trained: nn.Module,
-    device: torch.device,
-    plan: Plan,
-    world_size: int,
+    settings: ModelConfig, model: nn.Module, trained: nn.Module, device: torch.device, plan: Plan, ranks: int
 ) -> None:
     """Raise UsageFault if synchronised layers can't work on this device, or with this plan."""
     if device.type == "cuda" and (settings.batchnorm == "sync" or has_torchs_sync(model)):
-        _check_passes(plan, world_size)
+        _check_passes(plan, ranks)
     if device.type == "cpu" and has_torchs_sync(trained):
         hint = "give --batchnorm sync, which works on a CPU too" if settings.batchnorm != "sync" else None
         raise UsageFault(f"--model {settings.name}: torch's SyncBatchNorm works only on GPUs", hint=hint)

@@ -25,6 +25,7 @@ from torch import nn
 from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.errors import CheckFailed
 from ckpttool.models import factory
+from train.checkpoint.saver import Tell
 from train.trainer.trainer import Trainer
 
 # From this much processor time per second a function counts as working, as a rank does.
@@ -80,9 +81,7 @@ class GivenUp(BaseException):
 class Hook:
     """The function of `--every`, which `call` calls. A collective, as the ranks wait for rank 0."""
 
-    def __init__(
-        self, trainer: Trainer, folder: str, tell: Callable[..., None], is_told: Callable[[], object]
-    ) -> None:
+    def __init__(self, trainer: Trainer, folder: str, tell: Tell, is_told: Callable[[], object]) -> None:
         config = trainer.config
         self.trainer, self.folder, self.tell, self.is_told = trainer, folder, tell, is_told
         self.spec = config.log.every[1] if config.log.every else ""
