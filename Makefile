@@ -43,11 +43,11 @@ lint: $(INSTALLED)  ## ruff, mypy --strict, who imports whom, rooms taken away, 
 	$(PYTEST) -n 0 -m lint $$(grep -rl 'mark\.lint' tests --include='test_*.py')
 
 docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stale
-	$(BIN)/python -m tests.cli.test_reference
-	$(BIN)/python -m tests.cli.commands.test_skill
+	$(BIN)/python -m tests.core.cli.test_reference
+	$(BIN)/python -m tests.core.cli.commands.test_skill
 	$(BIN)/python -m tests.train.test_trainer_page
 	$(BIN)/python -m tests.train.trainer.test_exactness
-	$(BIN)/python -m tests.formats.test_format_table
+	$(BIN)/python -m tests.core.formats.test_format_table
 	$(BIN)/python -m tests.test_architecture
 
 map: $(INSTALLED)  ## what each file of the package is for

@@ -22,7 +22,7 @@ from torch import nn
 from tests.support import recording
 from tests.support.running import free_port
 
-RECORDED = Path(__file__).parents[1] / "formats" / "recorded" / "deepspeed.tar.xz"
+RECORDED = Path(__file__).parent / "recorded" / "deepspeed.tar.xz"
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from tests.support.recording import pack
 
-RECORDED = Path(__file__).parents[1] / "formats" / "recorded" / "frameworks.tar.xz"
+RECORDED = Path(__file__).parent / "recorded" / "frameworks.tar.xz"
 
 
 def lightning(strategy: str, out: Path) -> None:

@@ -1,6 +1,6 @@
 """Bring each pair of `architectures` over, both ways, and say what came of it: right, refused or wrong.
 
-    python -m tests.transforms.conforming.pairs [WORD…] [--write[=PAGE]] [--record]
+    python -m tests.conforming.pairs [WORD…] [--write[=PAGE]] [--record]
 
 `--write` puts the table into docs/conform.md, and `--record` what some of the pairs are into recorded.json,
 for machines without the libraries. Words choose the pairs whose names have one of them.
@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.conforming.conform import conform
 from ckpttool.errors import CkptToolError
+from tests.conforming.architectures import Made, Pair, equal, pairs
 from tests.support.dialects import State, checksum
 from tests.support.generated_page import regenerate
 from tests.support.running import ROOT
-from tests.transforms.conforming.architectures import Made, Pair, equal, pairs
 
 PAGE = ROOT / "docs" / "conform.md"
 MARKS = "<!-- pairs -->\n", "<!-- /pairs -->"

@@ -19,10 +19,10 @@ from ckpttool.conforming.search import search
 from ckpttool.errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ckpttool.mapping.applying import apply
 from ckpttool.mapping.rule_file import rules_in
+from tests.conforming.architectures import Pair, pairs
+from tests.conforming.pairs import KEPT, results
 from tests.support.dialects import State, checksum, filled, fused, llama, meta, renamed
 from tests.support.running import Cli
-from tests.transforms.conforming.architectures import Pair, pairs
-from tests.transforms.conforming.pairs import KEPT, results
 
 # ---- `conform`: the one way from a checkpoint to the names and shapes of another, or a refusal that says why
 

@@ -159,7 +159,7 @@ def flip(path: Path, values: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("join", [False, True])
 def test_a_flipped_bit_in_complex_tensors_is_found(join: bool, tmp_path: Path) -> None:
-    """tests/checkpoint/test_checksums.py has the other transforms."""
+    """tests/core/checkpoint/test_checksums.py has the other transforms."""
     weight = torch.arange(8.0)
     parts = {"a.weight.real": weight.clone(), "a.weight.imag": weight}
     path = saved(parts if join else {"a.weight": torch.complex(weight, weight)}, tmp_path)
@@ -454,7 +454,7 @@ def test_a_name_that_is_no_unicode_can_be_written_to(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat_whatever_the_size(tmp_path: Path) -> None:
-    """80 MB in each direction, in processes of their own; tests/cli/test_needs.py has one large tensor."""
+    """80 MB in each direction, in processes of their own; `test_needs.py` has one large tensor."""
     big = {f"module.{i}": torch.zeros(5_000_000) for i in range(4)}
     saved({**big, "module.turned": torch.zeros(2000, 500).t()}, tmp_path)
     for words in (

@@ -136,7 +136,7 @@ def test_a_file_cut_at_any_byte_is_refused_or_reads_the_same(kind: str, name: st
     raw = whole(kind)[name]
     put(kind, tmp_path / "in", {})
     at = tmp_path / "in" / name if name else tmp_path / "in"
-    step = 1 + len(raw) // 25  # tests/formats/test_hostile.py cuts some formats at every byte
+    step = 1 + len(raw) // 25  # tests/core/formats/test_hostile.py cuts some formats at every byte
     for end in sorted({*range(0, len(raw), step), *range(max(0, len(raw) - 8), len(raw))}):
         at.write_bytes(raw[:end])
         assert found_in(kind, tmp_path / "in") in (None, honest(kind)), f"cut after {end} bytes"

@@ -1,6 +1,6 @@
 """The table of docs/formats.md: each cell is a conversion that is done here and read back.
 
-`python -m tests.formats.test_format_table` writes the table; a test fails when it is stale.
+`python -m tests.core.formats.test_format_table` writes the table; a test fails when it is stale.
 """
 
 from __future__ import annotations
