@@ -12,7 +12,7 @@ from typing import Any
 from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.checkpoint.checksums import digest_of_value
 from ..core.checkpoint.keys import stripping
-from ..core.checkpoint.packed import require_unpacked
+from ..core.checkpoint.settings import require_unpacked
 from ..core.checkpoint.special_tensors import plain_tensor, require_plain, with_plain_tensor
 from ..core.checkpoint.state import MEAN, VARIANCE, State
 from ..core.formats.reading import File

@@ -16,8 +16,8 @@ from typing import Any
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.optimizer_names import Names, Parameters, in_order, parameters_of
 from ..core.checkpoint.optimizer_view import BadOptimizer, OptimizerView, is_numbered, is_optimizer
-from ..core.checkpoint.packed import require_unpacked
 from ..core.checkpoint.selection import replace_state
+from ..core.checkpoint.settings import require_unpacked
 from ..core.checkpoint.state import COUNTER
 from ..core.formats.reading import File
 from ..core.formats.reading import open as open_checkpoint

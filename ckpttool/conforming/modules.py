@@ -6,23 +6,21 @@ block has as many as before. So blocks are paired by it, whatever they and their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint.special_tensors import require_plain
 from ..core.checkpoint.state import State
 from ..core.tensors.ref import PLAIN_FLOATS
 from ..errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 Sizes = tuple[int, ...]
 Parts = tuple[str, ...]

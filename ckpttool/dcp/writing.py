@@ -25,7 +25,7 @@ from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.checkpoint.dotted_names import dotted
 from ..core.inert_pickle.values import Global, OrderedDict_, Record, tensor_of, walk
 from ..core.tensors.ref import TensorRef, contiguous_stride
-from ..core.tensors.to_torch import has_to_be_made, live_tensors, loaded_tensor, torch_dtype
+from ..core.tensors.values import has_to_be_made, live_tensors, loaded_tensor, torch_dtype
 from ..errors import Refused
 from .reading import check, inside, name_of, torch_size
 

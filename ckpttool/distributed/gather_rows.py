@@ -17,7 +17,7 @@ import torch
 from ..core.lazy import NDArray
 from ..errors import CheckFailed
 from . import collectives, transport
-from .exactly_once import faults
+from .plan import faults
 
 # Bytes of all ranks' rows in flight at a time. More than that leaves the cache and takes longer per byte.
 PIECE = 8 << 20

@@ -13,8 +13,8 @@ from typing import Any
 from ..core.checkpoint.checkpoint import SHARDING, Checkpoint, Ranks, Remark
 from ..core.checkpoint.dotted_names import Entry, Path, contents, dotted
 from ..core.checkpoint.module_tree import Branch, outline
-from ..core.checkpoint.packed import Scheme
 from ..core.checkpoint.prefixes import LIGHTNING, FoundPrefix, found_prefixes
+from ..core.checkpoint.settings import Scheme
 from ..core.checkpoint.special_tensors import SpecialTensor
 from ..core.checkpoint.state import State, parts_beside
 from ..core.formats.reading import File, opened

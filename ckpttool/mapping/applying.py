@@ -18,9 +18,8 @@ from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.dotted_names import leave_out
 from ..core.checkpoint.optimizer_names import ParameterSource, Undecided, place_of, with_copies, with_states
 from ..core.checkpoint.optimizer_view import BadOptimizer, OptimizerGroups, OptimizerParameter, OptimizerView
-from ..core.checkpoint.packed import require_unpacked
 from ..core.checkpoint.prefixes import found_prefixes
-from ..core.checkpoint.settings import json_object, settings_beside
+from ..core.checkpoint.settings import json_object, require_unpacked, settings_beside
 from ..core.checkpoint.special_tensors import plain_tensor
 from ..core.checkpoint.state import State
 from ..core.inert_pickle.values import Record, attributes_in, in_brief

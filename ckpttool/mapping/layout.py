@@ -73,7 +73,7 @@ def _by_pattern(
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
             changed[key] = change(key, changed.get(key, tensors[key]), sizes)
-    from ..core.checkpoint.packed import require_unpacked
+    from ..core.checkpoint.settings import require_unpacked
 
     require_unpacked(checkpoint, target, names=changed)
     return _with_tensors(checkpoint, target, changed), tuple(changed)

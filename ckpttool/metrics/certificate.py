@@ -26,7 +26,7 @@ from ..core.lazy import NDArray, np
 from ..core.tensors.ref import DTYPES, Computed, TensorRef
 from ..core.tensors.values import require_bounded, stream
 from ..core.words import SCHEMA, finite
-from ..distributed.exactly_once import MOST_SHOWN, faults, index_digest, listed
+from ..distributed.plan import MOST_SHOWN, faults, index_digest, listed
 from ..errors import CheckFailed, Damaged, Unreadable, Unsupported, UsageFault
 from . import Accuracy, ClassScore, Loss, PerClass
 

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ..distributed import collectives, heartbeat, transport
-from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
-from ..distributed.plan import evaluation_batches
+from ..distributed.plan import evaluation_batches, index_digest
 from ..distributed.uneven import modes_kept
 from ..errors import CheckFailed
 from .base import ExactSum, Measure, measures, reduce, update

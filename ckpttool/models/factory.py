@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint.state import State
 from ..core.lazy import needing_torch
-from ..core.tensors.to_torch import live_tensors
+from ..core.tensors.values import live_tensors
 from ..errors import UsageFault
 
 if TYPE_CHECKING:

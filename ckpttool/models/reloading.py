@@ -19,7 +19,7 @@ from ..core.checkpoint.state import State
 from ..core.formats.reading import File, opened
 from ..core.inert_pickle.values import is_plain
 from ..core.tensors.ref import DTYPES, TensorRef
-from ..core.tensors.to_torch import live_tensors
+from ..core.tensors.values import live_tensors
 from ..core.words import noted
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
 from .factory import accepts, with_versions

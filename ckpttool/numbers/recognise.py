@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint
-from ..core.checkpoint.packed import Scheme
+from ..core.checkpoint.settings import Scheme
 from ..core.checkpoint.special_tensors import attributes, torch_dtype
 from ..core.checkpoint.state import State
 from ..core.inert_pickle.values import FROM_TYPE, Global, Record, tensor_of

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpttool
 from ckpttool.core.tensors import values as values_of_tensors
-from ckpttool.core.tensors.to_torch import live_tensors
-from ckpttool.core.tensors.values import stream
+from ckpttool.core.tensors.values import live_tensors, stream
 from ckpttool.dcp import reading as dcp_tree
 from ckpttool.dcp import reading as reading_dcp
 from ckpttool.dcp import writing

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.distributed import collectives, gather_rows, transport
-from ckpttool.distributed.exactly_once import faults, index_digest
+from ckpttool.distributed.plan import faults, index_digest
 from ckpttool.errors import RanksDiffer, UsageFault
 from tests.support.running import error_of
 

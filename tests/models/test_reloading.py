@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool import reload
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from ckpttool.errors import Mismatch, NoState, NothingToDo, Refused
 from tests.support.architectures import Tied
 from tests.support.comparing import assert_same, prefixed, saved, values

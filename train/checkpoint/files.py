@@ -31,7 +31,7 @@ from ckpttool.core.formats.pytorch import zip as torch_zip
 from ckpttool.core.formats.reading import open_alone
 from ckpttool.core.system import sync_folder
 from ckpttool.core.tensors.ref import TensorRef
-from ckpttool.core.tensors.to_torch import loaded_tensor
+from ckpttool.core.tensors.values import loaded_tensor
 from ckpttool.deltas.header import base_of, chain, needed_by
 from ckpttool.deltas.reading import BaseMissing, DeltaLink, joined
 from ckpttool.deltas.writing import delta

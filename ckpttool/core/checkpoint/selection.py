@@ -24,7 +24,7 @@ from . import full
 from .checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from .dotted_names import follow
 from .module_tree import moved_kinds
-from .packed import require_unpacked
+from .settings import require_unpacked
 from .special_tensors import PLACEHOLDER, plain_tensor, require_plain, with_plain_tensor
 from .state import State, make_state, path_of
 

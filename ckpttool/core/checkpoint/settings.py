@@ -1,15 +1,20 @@
-"""The settings of a model in files beside its checkpoint: a `config.json`, and its like."""
+"""What the files beside a checkpoint say, and whether its numbers are packed."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CkptToolError, Damaged
+from ...rooms import find
 from ..remote.places import exists, is_folder, open_source_at
 from ..system import join
+from ..words import counted
+from .checkpoint import Checkpoint
+from .state import State
 
 MAX_BYTES = 16 << 20
 SECTIONS = ("quantization_config", "compression_config")  # of config.json: how numbers are packed
@@ -48,3 +53,35 @@ def config_of(base: str) -> Mapping[str, Any]:
         return settings_beside(base, "config.json")[1]
     except CkptToolError:
         return {}
+
+
+# ---- Numbers packed in few bits with scales, as far as every transform has to know them
+
+
+def require_unpacked(
+    checkpoint: Checkpoint,
+    state: State,
+    why: str = "its codes can't be laid out without their scales",
+    dtype: str = "bfloat16",
+    names: Collection[str] | None = None,
+) -> None:
+    """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together.
+
+    Args:
+        names: those that are asked about, codes or scales; None for all of the state.
+    """
+    if numbers := find("numbers.recognise"):  # many modules, which are imported only where it is asked
+        numbers.require_unpacked(checkpoint, state, why, dtype, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way in which tensors are packed, in words, and how many tensors and layers are packed so."""
+
+    scheme: str
+    tensors: int
+    layers: int  # numbered modules; 0 where none is
+
+    def __str__(self) -> str:
+        layers = f", {counted(self.layers, 'layer')}" if self.layers else ""
+        return f"{self.scheme}{layers} ({counted(self.tensors, 'tensor')})"

@@ -337,7 +337,7 @@ class State:
             Unreadable: the checkpoint was closed.
             NeedsTorch: torch is not installed.
         """
-        from ..tensors.to_torch import live_tensors
+        from ..tensors.values import live_tensors
 
         parts = (part for like in self.likes.values() for part in like.parts.values())
         paths = (tensor.storage.data.path for tensor in chain(self.tensors.values(), parts))

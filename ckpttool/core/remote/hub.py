@@ -15,9 +15,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ...errors import Damaged, Refused, Unreadable, UsageFault, already_exists
 from . import hub_calls as calls
-from .connections import Response, Transport
 from .hub_calls import About, Commit, authorization, endpoint, is_offline, look
 from .store import Bytes, Facts, ListedEntry, Missing, Patience, Progress, changed
+from .web import Response, Transport
 
 
 class Upload:

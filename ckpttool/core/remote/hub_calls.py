@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote, urljoin
 
 from ...errors import CkptToolError, Unreadable
-from .connections import PASSING, Transport, origin
 from .store import TRAFFIC, Facts, Missing, Patience, next_step, seconds_asked, started
+from .web import PASSING, Transport, origin
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -1,15 +1,555 @@
-"""Objects behind https:// and http://, read by ranges."""
+"""Objects behind https:// and http://, read by ranges, in requests that end in bounded time."""
 
 from __future__ import annotations
 
+import io
+import logging
+import mmap
+import os
 import re
-from collections.abc import Mapping
-from typing import BinaryIO
-from urllib.parse import quote
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from http.client import HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
+from itertools import count
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 
 from ...errors import Unreadable, UsageFault
-from .connections import Transport
-from .store import Bytes, Facts, ListedEntry, Patience, Progress
+from .. import system
+from . import store
+from .store import SLOWEST, TRAFFIC, Bytes, Facts, ListedEntry, Missing, Patience, Progress, changed
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse, HTTPConnectionPool, PoolManager
+
+CONNECTIONS = 16  # to one host that are kept for the next request
+PROXIES = "see HTTPS_PROXY and NO_PROXY"
+TRUST = "set SSL_CERT_FILE to a file with the certificate of the authority that you trust"
+
+
+class _Late(TimeoutError):
+    """The headers do not end."""
+
+
+class _Timely(io.RawIOBase):
+    """The bytes that arrive on a connection; a time limit bounds headers that drip."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+        self._raw, self._sock = raw, sock
+        self.timeout = sock.gettimeout()
+        self.until = None if self.timeout is None else time.monotonic() + 2 * self.timeout  # a stall is first
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        if self.until is not None:
+            self._sock.settimeout(min(self.timeout or 0, max(self.until - time.monotonic(), 1e-3)))
+        try:
+            return self._raw.readinto(buffer)
+        except TimeoutError:
+            if self.until is not None and time.monotonic() >= self.until:
+                raise _Late from None
+            raise
+
+    def has_headers(self) -> None:
+        self.until = None
+        self._sock.settimeout(self.timeout)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    """A response with a time limit for its headers, whose body is read straight into given memory."""
+
+    room: memoryview | None = None  # for the next bytes
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self._timely = _Timely(self.fp.detach(), sock)
+        self.fp: Any = io.BufferedReader(self._timely)
+
+    def begin(self) -> None:
+        super().begin()
+        self._timely.has_headers()
+
+    def read1(self, n: int = -1) -> bytes:
+        """Return what arrives next; it lies in the room, if there is one."""
+        if self.room is None or self.fp is None or self.chunked or self.length is None:
+            return super().read1(n)
+        view = self.room[: min(n, self.length)]
+        nbytes = self.fp.readinto1(view)
+        self.length -= nbytes
+        if not self.length or (len(view) and not nbytes):
+            self.close()
+        return cast(bytes, view[:nbytes])
+
+
+class Connection:
+    """A connection that knows the last response on it."""
+
+    def response_class(self, *args: Any, **kwargs: Any) -> _Response:
+        self.response = _Response(*args, **kwargs)
+        return self.response
+
+
+def manager_by(scheme: str, proxy: str | None, stall: float) -> PoolManager:
+    """Return pools of connections to hosts, direct or by a proxy."""
+    import urllib3
+    from urllib3 import connection, connectionpool
+
+    for module in (connection, connectionpool):
+        logging.getLogger(module.__name__).addFilter(_without_query)
+    kept: dict[str, Any] = {
+        "maxsize": CONNECTIONS,
+        "timeout": urllib3.Timeout(connect=stall, read=stall),
+        "ssl_context": ssl.create_default_context() if scheme == "https" else None,  # knows SSL_CERT_FILE
+    }
+    manager = urllib3.PoolManager(**kept) if proxy is None else _proxied(proxy, kept)
+    manager.pool_classes_by_scheme = {
+        "http": _bounded(urllib3.HTTPConnectionPool),
+        "https": _bounded(urllib3.HTTPSConnectionPool),
+    }
+    return manager
+
+
+def _proxied(proxy: str, kept: dict[str, Any]) -> PoolManager:
+    import urllib3
+
+    address = urllib3.util.parse_url(proxy if "://" in proxy else f"http://{proxy}")
+    if address.scheme not in ("http", "https"):
+        raise Fault("the proxy is none of http:// or https://", passes=False, hint=PROXIES)
+    login = urllib3.make_headers(proxy_basic_auth=unquote(address.auth)) if address.auth else None
+    trusted = ssl.create_default_context() if address.scheme == "https" else None
+    return urllib3.ProxyManager(address.url, proxy_headers=login, proxy_ssl_context=trusted, **kept)
+
+
+def _bounded(pool: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
+    connection = type("BoundedConnection", (Connection, pool.ConnectionCls), {})
+    return type("Pool", (pool,), {"ConnectionCls": connection})
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    """Cut the query off each URL that urllib3 logs."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(arg.partition("?")[0] if isinstance(arg, str) else arg for arg in record.args)
+    return True
+
+
+class Fault(Exception):
+    """The reason of a failed attempt, and whether another attempt may succeed."""
+
+    def __init__(
+        self, reason: str, *, passes: bool = True, asked: float | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.passes, self.hint = reason, passes, hint
+        self.asked = asked  # seconds that the server asks to wait
+
+
+def named(error: Exception, stall: float, *, known: bool) -> Fault:
+    """Return the fault behind an error of urllib3, whose own text may hold a signed URL.
+
+    A host that can't be reached is tried again only if the object is known from there.
+    """
+    from urllib3 import exceptions as of
+
+    cause = error.__cause__ or (error.args[-1] if error.args else None)
+    if isinstance(error, of.ProxyError):
+        fault = named(error.original_error, stall, known=known)
+        return Fault(f"by the proxy: {fault.reason}", passes=fault.passes, hint=PROXIES)
+    if isinstance(error, of.NameResolutionError):
+        return Fault("the host can't be found", passes=known)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        what = f"the server's certificate is not trusted: {cause.verify_message}"
+        return Fault(what, passes=False, hint=TRUST)
+    if isinstance(error, of.NewConnectionError):
+        return Fault(_reason(cause), passes=known)
+    if isinstance(error, of.ConnectTimeoutError):
+        return Fault(f"no connection within {stall:g} s", passes=known)
+    if isinstance(cause, _Late):
+        return Fault(f"the headers do not end within {2 * stall:g} s")
+    if isinstance(error, of.TimeoutError):
+        return Fault(f"no byte for {stall:g} s")
+    return Fault(_reason(cause))
+
+
+def _reason(cause: object) -> str:
+    if isinstance(cause, IncompleteRead):
+        return "the answer was cut off"
+    if isinstance(cause, RemoteDisconnected):
+        return "the connection was closed without an answer"
+    if isinstance(cause, HTTPException):
+        return "the server's answer is not HTTP"
+    if isinstance(cause, ssl.SSLError):
+        return "the encrypted connection failed"
+    if isinstance(cause, OSError) and cause.errno and cause.strerror:
+        return cause.strerror.lower()
+    return "the connection failed"
+
+
+# ---- The bytes that are wanted, compared with those that a server sends
+
+
+RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Bytes of an object, and the file that takes them, over all attempts."""
+
+    url: str
+    shown: str
+    start: int
+    stop: int | None  # None: all bytes, and not by a range
+    private: Mapping[str, str]
+    expected: Facts | None
+    file: BinaryIO
+    known: Facts | None = None  # expected, or of the answer that the file's first bytes are from
+
+    def __post_init__(self) -> None:
+        self.known = self.expected
+
+    def asked(self) -> dict[str, str]:
+        """Return the headers that ask for the bytes that are not in the file."""
+        headers = {"Accept-Encoding": "identity", "User-Agent": "ckpttool"}
+        if self.stop is not None:
+            headers["Range"] = f"bytes={self.start + self.file.tell()}-{self.stop - 1}"
+        if self.known and self.known.identity.startswith('"'):
+            headers["If-Match"] = self.known.identity
+        return headers
+
+    def agreed(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
+        """Return the object's facts, how many bytes of the body to take, and whether these are all of it."""
+        return self._part(answer) if answer.status == 206 else self._front(answer)
+
+    def _part(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
+        told = RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if told is None or self.stop is None:
+            raise Fault("the server sends a part and does not tell which")
+        if told[3] == "*" and self.known is None:
+            raise Fault("the server does not tell its size", passes=False)
+        size = self.known.size if told[3] == "*" and self.known else int(told[3])
+        facts = self._unchanged(Facts(size, identity(answer, size)))
+        begin, end = self.start + self.file.tell(), min(self.stop, size)
+        if (int(told[1]), int(told[2]) + 1) != (begin, end):
+            what = f"the server sends bytes {told[1]}-{told[2]}, not {begin}-{end - 1}"
+            raise Fault(what, passes=False)
+        if _length(answer) not in (None, end - begin):
+            raise Fault("the server contradicts itself: Content-Length, Content-Range", passes=False)
+        return facts, end - begin, True
+
+    def _front(self, answer: BaseHTTPResponse) -> tuple[Facts, int, bool]:
+        """Accept an answer with the whole object; the first bytes may be enough."""
+        size = _length(answer)
+        if size is None:
+            raise Fault("the server does not tell its size", passes=False)
+        facts = self._unchanged(Facts(size, identity(answer, size), is_ranged=False))
+        if self.stop is not None and self.expected is not None:
+            raise store.Unranged(self.shown, "the server sends it only from front to back")
+        self.file.seek(0)
+        self.file.truncate()
+        nbytes = size if self.stop is None else min(self.stop, size)
+        return facts, nbytes, nbytes == size
+
+    def _unchanged(self, facts: Facts) -> Facts:
+        known = self.known or facts
+        if facts.size != known.size or known.identity not in ("", facts.identity):
+            raise changed(self.shown)
+        return facts
+
+
+def identity(answer: BaseHTTPResponse, size: int) -> str:
+    """Return the strong ETag, or the time of the last change and the size, or ""."""
+    etag, modified = answer.headers.get("ETag", ""), answer.headers.get("Last-Modified")
+    if re.fullmatch(r'"[!#-~]+"', etag):
+        return etag
+    return f"{store.DATED}{modified} {size}" if modified else ""
+
+
+def _length(answer: BaseHTTPResponse) -> int | None:
+    told = answer.headers.get("Content-Length", "")
+    return int(told) if re.fullmatch(r"[0-9]{1,19}", told) else None
+
+
+# ---- Requests
+
+
+REDIRECTS = 5  # that are followed for one request
+PIECE = 1 << 20  # bytes of a body that are taken from a connection at a time
+LONGEST_PAGE = 64 << 20  # bytes of an answer that is no object
+LEFT = 1 << 12  # unwanted bytes of a body that cost less to read than a new connection
+PASSING = {408, 429, 500, 502, 503, 504}  # statuses after which another attempt may succeed
+MOVED = {301, 302, 303, 307, 308}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A server's last word on one request. Its repr shows status and facts: the rest may hold secrets."""
+
+    status: int
+    headers: Mapping[str, str] = field(repr=False)  # names in any case
+    body: Bytes = field(repr=False)  # b"" unless the status is 200 or 206
+    url: str = field(repr=False)  # that answered, perhaps signed: for later requests, never for a message
+    redirects: tuple[Mapping[str, str], ...] = field(repr=False)  # the headers of each answer before
+    facts: Facts | None  # None where the server refused
+
+    def checked(self, shown: str, credentials: str | None = None) -> Response:
+        """Return this response if it has facts.
+
+        Raises Missing for the statuses 404 and 410, Unreadable for any other refusal, with the hint
+        `credentials` for 401 and 403.
+        """
+        if self.facts is not None:
+            return self
+        if self.status in (404, 410):
+            raise Missing(shown, f"no such object (status {self.status})")
+        if self.status in (401, 403):
+            raise store.Forbidden(shown, f"access is refused (status {self.status})", hint=credentials)
+        raise Unreadable(shown, f"the server answers with status {self.status}")
+
+
+class Transport:
+    """GET requests over one pool of connections, for all threads and hosts.
+
+    `get` returns bytes by range, `download` fills a file, `page` returns an answer that is no object. They
+    follow redirects, try again with Patience, end in bounded time and check what arrives. They take:
+
+        url: absolute, with the secret query of a signed URL.
+        shown: the object's name in errors; without that query.
+        headers: e.g. Authorization. They go to the scheme, host and port of `url` alone.
+        expected: facts of an earlier answer. Another size or identity now raises Damaged, by `changed`; an
+            identity of "" matches any. If it is a strong ETag, it is sent as If-Match.
+
+    They return a Response for the statuses 200 and 206 and for refusals that another try won't change (401,
+    403, 404, 410 …): call its `checked`, or look at its status. They raise Unreadable for everything else.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        """Connect to nothing yet."""
+        self._patience = patience
+        self._pools: dict[tuple[str, str | None, int], PoolManager] = {}
+        self._lock = threading.Lock()
+
+    def get(
+        self,
+        url: str,
+        start: int,
+        stop: int,
+        *,
+        shown: str,
+        headers: Mapping[str, str] | None = None,
+        expected: Facts | None = None,
+    ) -> Response:
+        """Return the bytes from `start` to `stop`, or to the end of a smaller object.
+
+        From a server that ignores ranges it returns the first bytes while `expected` is None, and raises
+        Unranged after that.
+        """
+        # Its pages go back at once, where a thread's heap keeps what was freed.
+        room = system.memory(stop - start) if expected and expected.size else io.BytesIO()
+        wanted = Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
+        response = self._patiently(wanted)
+        body = memoryview(room) if isinstance(room, mmap.mmap) else room.getbuffer()
+        return replace(response, body=body[: room.tell()])
+
+    def download(self, url: str, file: BinaryIO, *, shown: str, expected: Facts) -> Response:
+        """Fill an empty file with all of an object, in one request without a range."""
+        return self._patiently(Wanted(url, shown, 0, None, {}, expected, file))
+
+    def page(self, url: str, *, shown: str, headers: Mapping[str, str]) -> Response:
+        """Return an answer of unknown length and version, such as a listing."""
+        body = io.BytesIO()
+        response = self._patiently(Wanted(url, shown, 0, None, headers, None, body))
+        return replace(response, body=body.getvalue())
+
+    def _patiently(self, wanted: Wanted) -> Response:
+        for attempt in count(1):
+            # The error that a user sees is raised outside of `except`: its context would hold the signed URL.
+            outcome = self._attempted(wanted)
+            if isinstance(outcome, Response):
+                return outcome
+            if not outcome.passes or attempt == self._patience.attempts:
+                raise Unreadable(wanted.shown, outcome.reason, hint=outcome.hint)
+            self._patience.wait(attempt, outcome.asked)
+        raise AssertionError  # count() has no end
+
+    def _attempted(self, wanted: Wanted) -> Response | Fault:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return self._attempt(wanted)
+        except Fault as fault:
+            return fault
+        except HTTPError as error:
+            return named(error, self._patience.stall, known=wanted.known is not None)
+
+    def _attempt(self, wanted: Wanted) -> Response:
+        """Send a request for what is still missing, and take what arrives."""
+        answer, url, redirects = self._follow(wanted)
+        try:
+            if answer.status in PASSING:
+                raise _busy(answer)
+            facts = self._take(wanted, answer)
+        finally:
+            leave(answer)
+        return Response(answer.status, answer.headers, b"", url, redirects, facts)
+
+    def _follow(self, wanted: Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...]]:
+        """Return the answer that is no redirect, the URL that gave it, and the headers of those before."""
+        urls, private = [wanted.url], wanted.private
+        passed: list[Mapping[str, str]] = []
+        while True:
+            answer = self._request(urls[-1], {**wanted.asked(), **private})
+            location = answer.headers.get("Location")
+            if answer.status not in MOVED or location is None:
+                return answer, urls[-1], tuple(passed)
+            leave(answer)
+            passed.append(answer.headers)
+            further = target(urls[-1], location)
+            if further in urls:
+                raise Fault("the server redirects in a circle", passes=False)
+            if len(urls) > REDIRECTS:
+                raise Fault(f"the server redirects more than {REDIRECTS} times", passes=False)
+            if origin(further) != origin(wanted.url):
+                private = {}  # for good: a later redirect back would be another host's wish
+            urls.append(further)
+
+    def _request(self, url: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
+        TRAFFIC.count()
+        try:
+            return self._manager(url).request(
+                "GET", url, headers=headers, redirect=False, retries=False, preload_content=False
+            )
+        except ValueError:  # its text may hold a token
+            raise Fault("the URL or a header of the request is malformed", passes=False) from None
+
+    def _take(self, wanted: Wanted, answer: BaseHTTPResponse) -> Facts | None:
+        """Write the body of an answer to the file, once its headers are what was asked for."""
+        if answer.status == 416 and not wanted.known and answer.headers.get("Content-Range") == "bytes */0":
+            return Facts(0, identity(answer, 0))
+        if answer.status in (412, 416) and wanted.known:
+            raise changed(wanted.shown)
+        if answer.status not in (200, 206):
+            return None
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            what = f"the server sends it compressed ({encoding[:20]!a}), though asked not to"
+            raise Fault(what, passes=False)
+        if wanted.stop is None and wanted.expected is None:
+            return self._take_page(wanted.file, answer)
+        facts, nbytes, is_whole = wanted.agreed(answer)
+        for chunk in self._chunks(answer, nbytes, wanted.file):
+            if isinstance(chunk, memoryview):  # it lies in the file already
+                wanted.file.seek(len(chunk), os.SEEK_CUR)
+            else:
+                wanted.file.write(chunk)
+            TRAFFIC.count(requests=0, nbytes=len(chunk))
+            wanted.known, nbytes = facts, nbytes - len(chunk)
+        if nbytes:
+            raise Fault("the answer was cut off")
+        if is_whole and answer.read1(1):
+            raise Fault("the server sends more bytes than it says", passes=False)
+        return facts
+
+    def _take_page(self, file: BinaryIO, answer: BaseHTTPResponse) -> Facts:
+        file.seek(0)
+        file.truncate()
+        file.writelines(self._chunks(answer, LONGEST_PAGE + 1, file))
+        if file.tell() > LONGEST_PAGE:
+            raise Fault(f"the answer is longer than {LONGEST_PAGE >> 20} MiB", passes=False)
+        return Facts(file.tell())
+
+    def _chunks(self, answer: BaseHTTPResponse, most: int, file: object) -> Iterator[Bytes]:
+        """Yield a body as it arrives, at most `most` bytes; chunks for a map lie in it already."""
+        began, got = time.monotonic(), 0
+        response = getattr(answer.connection, "response", None) if isinstance(file, mmap.mmap) else None
+        while got < most:
+            if response is not None and isinstance(file, mmap.mmap):
+                response.room = memoryview(file)[file.tell() :]
+            chunk: Bytes = answer.read1(min(PIECE, most - got), decode_content=False)
+            if response is not None:
+                response.room = None
+            if not chunk:
+                return
+            got += len(chunk)
+            yield chunk
+            seconds = time.monotonic() - began
+            if seconds > self._patience.stall and got < SLOWEST * seconds:
+                raise Fault(f"fewer than {SLOWEST} bytes a second arrive")
+
+    def _manager(self, url: str) -> PoolManager:
+        """Return the pools of the hosts that are reached in the same way: directly, or by a proxy."""
+        parts = urlsplit(url)
+        proxy = _proxy(parts.scheme, parts.netloc.rpartition("@")[2])
+        way = parts.scheme, proxy, os.getpid()  # a fork has no part in its parent's pools
+        with self._lock:
+            if way not in self._pools:
+                self._pools[way] = manager_by(parts.scheme, proxy, self._patience.stall)
+            return self._pools[way]
+
+
+def _proxy(scheme: str, host: str) -> str | None:
+    proxies = getproxies_environment()
+    proxy = proxies.get(scheme) or proxies.get("all")
+    return None if proxy and proxy_bypass(host) else proxy
+
+
+def _busy(answer: BaseHTTPResponse) -> Fault:
+    """Return the fault of a busy server, with its own advice as hint."""
+    from urllib3.exceptions import HTTPError
+
+    text, seconds = b"", store.seconds_asked(answer.headers)
+    with suppress(HTTPError):
+        text = answer.read1(LEFT)
+    code = found[1] if (found := store.CODE.search(text.decode("latin-1"))) else ""
+    what, hint = f"the server answers with status {answer.status}", store.next_step(code, seconds)
+    if answer.status == 429:
+        what, hint = "the server asks to slow down (status 429)", hint or "wait some minutes"
+    return Fault(what, asked=seconds, hint=hint)
+
+
+def leave(answer: BaseHTTPResponse) -> None:
+    """Give back the connection of an answer, or close it if too much of the body is left."""
+    from urllib3.exceptions import HTTPError
+
+    if answer.length_remaining is not None and answer.length_remaining <= LEFT:
+        with suppress(HTTPError):
+            answer.read1(LEFT)
+    answer.close()
+    answer.release_conn()
+
+
+def target(url: str, location: str) -> str:
+    """Return the target of a redirect. Raises Fault where it must not be followed."""
+    try:
+        target = urljoin(url, location).partition("#")[0]
+        scheme, host, _ = origin(target)
+    except ValueError:
+        scheme = host = ""
+    if scheme not in ("https", "http") or not host:
+        where = f"to {scheme}://" if scheme and scheme != "https" else "to nowhere"
+        raise Fault(f"the server redirects {where}, which is not followed", passes=False)
+    if scheme == "http" and urlsplit(url).scheme == "https":
+        raise Fault("the server redirects from https to http, which is not followed", passes=False)
+    return target
+
+
+def origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme)
+
+
+# ---- Objects
+
 
 REFUSED = "ask its owner for a link that is signed and has not expired"  # the hint where access is refused
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.core.checkpoint.state import State
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from ckpttool.dcp import writing as dcp
 from ckpttool.errors import CkptToolError, Damaged, Refused
 from tests.support.comparing import assert_same, opened, saved, values

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from tests.support.comparing import assert_same, values
 
 lightning = pytest.importorskip("lightning", reason="needs the extra interop")

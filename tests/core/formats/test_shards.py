@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.core.formats.destination import parse_size
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from ckpttool.errors import CkptToolError, Damaged, FileError, Unreadable, Unsupported, UsageFault
 from tests.support.comparing import assert_same, convert, values
 from tests.support.running import ROOT, Cli, open_files

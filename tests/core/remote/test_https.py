@@ -23,9 +23,8 @@ import pytest
 
 pytest.importorskip("urllib3")
 
-from ckpttool.core.remote.connections import Transport
 from ckpttool.core.remote.store import TRAFFIC, Facts, Missing, Patience, Unranged
-from ckpttool.core.remote.web import Https, quoted
+from ckpttool.core.remote.web import Https, Transport, quoted
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, UsageFault
 from tests.support.range_server import FAULTS, RangeServer
 from tests.support.running import ROOT, free_port, within

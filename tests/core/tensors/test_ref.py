@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 import ckpttool
-from ckpttool.core.tensors import to_torch
 from ckpttool.core.tensors import values as tensor_values
+from ckpttool.core.tensors import values as to_torch
 from ckpttool.core.tensors.cast import Caster
 from ckpttool.core.tensors.ref import DTYPES, ByteRange, Computed, Source, Storage, TensorRef
 from ckpttool.core.tensors.values import TensorPart, assembled, require_bounded, stream, without_repeats

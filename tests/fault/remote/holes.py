@@ -18,7 +18,7 @@ def show_queries() -> None:
 
 def trust_identities() -> None:
     """Take bytes of whatever version of an object."""
-    from ckpttool.core.remote.connections import Wanted
+    from ckpttool.core.remote.web import Wanted
 
     Wanted._unchanged = lambda self, facts: facts  # type: ignore[method-assign]
     Wanted.asked = _without_condition(Wanted.asked)  # type: ignore[method-assign]
@@ -44,7 +44,7 @@ def wait_for_ever() -> None:
 
 def let_errors_through() -> None:
     """Take no error of the HTTP library for one of the server's."""
-    from ckpttool.core.remote.connections import Response, Transport
+    from ckpttool.core.remote.web import Response, Transport
 
     def attempted(self: Transport, wanted: Any) -> Response:
         return self._attempt(wanted)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.core.files.digest import digest
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from ckpttool.errors import CkptToolError, RanksDiffer, Unreadable, Unsupported, UsageFault
 from ckpttool.ranks.zero import Layout, given_order, parameters_cut, vectors_cut
 from tests.ranks.forked import WarmPython

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from ckpttool.errors import CkptToolError, Unsupported
 from tests.support.comparing import refused, values
 from tests.support.running import Cli

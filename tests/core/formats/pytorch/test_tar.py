@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.core.formats.pytorch import tar as torch_tar
 from ckpttool.core.tensors.ref import ByteRange, Source
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from ckpttool.errors import CkptToolError, Damaged
 from tests.support.comparing import assert_same, refused, values
 from tests.support.crafting import dict_of, name, program, text, tuple_of

@@ -27,7 +27,7 @@ from ckpttool.core.files.copying import Output
 from ckpttool.core.formats.pytorch import zip_entries, zip_writer
 from ckpttool.core.formats.pytorch.zip_writer import ZipWriter
 from ckpttool.core.tensors.ref import Storage
-from ckpttool.core.tensors.to_torch import live_tensors
+from ckpttool.core.tensors.values import live_tensors
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unsupported
 from tests.support.comparing import assert_same, assert_whole, directory, place_of, refused, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
