@@ -44,7 +44,7 @@ def _printed() -> Fields:
     return rewritten(Conformed, {"mapping": ([row], "each rule, with what it rests on")})
 
 
-@options.command("Convert", "Write it under the names and shapes of another file", _printed)
+@options.command("Convert", "Rename and reshape tensors to match another checkpoint", _printed)
 @options.option("--like REF", "A checkpoint that loads where this one should; its header alone is read.")
 @options.flag("--check-values", "REF is the same model: let values decide, and compare the result with it.")
 @options.flag("--pad-vocab", "Give embeddings and heads with fewer rows than REF's rows of zeros.")

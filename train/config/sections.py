@@ -226,7 +226,7 @@ class DataConfig:
         None, "data: tokens of a sample, of tokens:PATTERN, or of a stream of documents, which are packed"
     )
     shuffle_window: int | None = count(
-        None, "data: shuffle a stream within so many samples that follow each other (hf:NAME 1000, others 1)"
+        None, "data: shuffle-buffer size for streams, in samples (hf:NAME 1000, others 1)"
     )
     skip_damaged: bool = switch("data: leave out samples that can't be read, and count them")
     data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
