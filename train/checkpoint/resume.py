@@ -81,7 +81,7 @@ def load_weights(model: nn.Module, path: str, allow_missing: Sequence[str] = ())
 
 def digest_of_weights(path: str | None) -> str | None:
     """Return the SHA-256 of what `--init` takes from a file, the same for a copy in another format."""
-    if path is None:
+    if not path:
         return None
     with formats.open(path) as checkpoint:
         _state(checkpoint)

@@ -403,7 +403,7 @@ class _DeviceClock:
         self._spans: collections.deque[tuple[str, Event, Event]] = collections.deque()
 
     def now(self) -> Event:
-        event = Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

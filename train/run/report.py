@@ -466,6 +466,8 @@ class Report:
             if ended_by == "--stop-early":
                 not_better = self.trainer.progress.since_best
                 console.say(f"\nended   by --stop-early: {not_better} scores were not better")
+            elif ended_by and ended_by not in ("--epochs", "--max-steps"):
+                console.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
             console.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = os.path.join(self.folder, "model.safetensors")

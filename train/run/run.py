@@ -143,8 +143,8 @@ class Run:
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder = trainer, folder
         self.report = Report(trainer, folder)
-        steps = trainer.feed
-        self.limits = Limits(trainer.config, lambda: steps.steps_per_epoch, scores=bool(trainer.scorers))
+        feed = trainer.feed
+        self.limits = Limits(trainer.config, lambda: feed.steps_per_epoch, scores=bool(trainer.scorers))
         self.saver = Saver(trainer, folder, self.report.event)
         span, start = trainer.config.log.profile, trainer.progress.global_step
         is_profiled = span and collectives.rank() == 0

@@ -45,10 +45,6 @@ PAIR = "return (sum, count): the sum of the batch's losses as a tensor, and thei
 TARGETS = ("labels", "label", "targets", "target", "y")
 
 
-# What each score has itself: in a tracker, and to --best, a metric of that name would be the same.
-TAKEN = ("loss", "samples", "count")
-
-
 class Task:
     """A task, with what holds for most. A user's object may be a subclass, or any object with `loss`.
 
@@ -132,7 +128,8 @@ class UserTask(Task):
         except Exception as error:
             hint = "for example metrics = {'mae': MeanAbsoluteError}, of ckpttool.metrics"
             raise UsageFault(f"--task {name}: {factory.described(error)}", hint=hint) from error
-        for each in TAKEN:
+        # Each score has these itself: in a tracker, and to --best, a metric of that name would be the same.
+        for each in ("loss", "samples", "count"):
             if each in names:
                 what = f"--task {name}: a metric is named '{each}', as a part of each score is"
                 raise UsageFault(what, hint="name it otherwise")
