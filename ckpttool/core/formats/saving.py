@@ -1,4 +1,4 @@
-"""The plan of one output: what goes into it, how it is written, and what it is compared with."""
+"""Saving a checkpoint: `save`, and the plan of one output that it carries out."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def _dry(write: Callable[[Output], None]) -> int:
     return out.position
 
 
-# ---- Saving a checkpoint: in the format that the output's name says, complete or not at all.
+# ---- Saving: complete or not at all.
 
 
 @takes_checkpoint
