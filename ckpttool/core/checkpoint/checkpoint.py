@@ -1,4 +1,4 @@
-"""What is known of the run whose ranks each wrote a part of a checkpoint."""
+"""A checkpoint as it was read: the tree of values, the files behind it, and the ranks that wrote them."""
 
 from __future__ import annotations
 
@@ -65,15 +65,14 @@ def require_all(
         raise Damaged(path, f"the {files} {first_few(missing, 8)}{of} {are} missing{names}", hint=HINT)
 
 
-# ---- A checkpoint as it was read: the tree of values, and the model's state in it.
-
+# ---- The checkpoint.
 
 # The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
 # header that has metadata but not this entry.
 OF_TORCH = {"format": "pt"}
 
 
-# The metadata by which HuggingFaceStorageWriter says where a rank's pieces lie in their tensors.
+# The metadata entry in which HuggingFaceStorageWriter states where a rank's pieces lie in their tensors.
 SHARDING = "DCP_SHARDING_INFO"
 
 

@@ -287,7 +287,7 @@ def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[
     return found
 
 
-# ---- Digests of what is in a state: its tensors with the parts of special ones, and any other value.
+# ---- Digests of a state's contents.
 
 
 def with_parts(path: str, state: State) -> dict[str, TensorRef]:

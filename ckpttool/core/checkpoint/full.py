@@ -239,7 +239,7 @@ def _base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-# ---- The entry of a tensor format that holds a whole tree, written and read (docs/full-format.md).
+# ---- The metadata entry that holds a whole tree.
 #
 # The tensors are in the file by name; the entry is a JSON text for the rest, in which types, order,
 # sharing of containers, ties and views survive. Anything JSON lacks is an array that begins with a tag:

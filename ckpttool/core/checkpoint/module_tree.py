@@ -1,4 +1,4 @@
-"""The kinds of a model's BatchNorm layers (1d, 2d, 3d), as text in a safetensors header."""
+"""The modules of a state: their tree, read from names, and the kinds of BatchNorm layers in a header."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str
     return layers
 
 
-# ---- The modules of a state as a tree, with repeated blocks folded into one line.
+# ---- The tree of modules; repeated blocks fold into one line.
 #
 # The tree is made from names alone: `layers.0.attn.weight` is a tensor `weight` in a module
 # `layers.0.attn`.
 
 
-MAX_LEVELS = 60  # The most levels of the tree; real models have about 15
+MAX_LEVELS = 60  # real models have about 15
 
 MAX_DIGITS = 9
 # The largest number of a numbered module; of longer ones, the first digits count as text

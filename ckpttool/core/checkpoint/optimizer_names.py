@@ -208,8 +208,7 @@ def _names(way: _Way, count: int) -> Names:
     return tuple(name for group in groups for name in reversed(group))
 
 
-# ---- What else of a file changes with a state: its copies, and the optimizers of their parameters; no
-# other.
+# ---- What changes together with a state: its copies, and the optimizers of their parameters.
 #
 # A file may hold two models of the same names, each with its optimizer, or a model and its average. Names
 # and shapes say whose parameters an optimizer keeps; an average has none. An optimizer of a whole model
@@ -406,7 +405,7 @@ def _is_one(one: State, other: State) -> bool:
     return lies(one.path, other) or lies(other.path, one)
 
 
-# ---- Optimizer states keyed by index or by parameter name, each made from the other.
+# ---- Optimizer states keyed by index or by parameter name.
 #
 # torch numbers the parameters through all groups, keys the state by these numbers, and loads by index
 # alone. By name, `state` has parameter names for keys and each group lists names as its `params`:

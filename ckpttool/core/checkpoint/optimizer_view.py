@@ -1,8 +1,9 @@
-"""Optimizer states as one flat dict, as torchtitan saves them: `state.NAME.exp_avg`, `param_groups.NAME.lr`.
+"""One view of an optimizer's state, nested or flat: the parameters of each group.
 
-torch writes it for `StateDictOptions(flatten_optimizer_state_dict=True)` (`_flatten_optim_state_dict` in
-torch/distributed/checkpoint/state_dict.py). Which parameters were in one group is not kept: those with the
-same settings are one here.
+A flat state is one dict, as torchtitan saves it: `state.NAME.exp_avg`, `param_groups.NAME.lr`. torch
+writes it for `StateDictOptions(flatten_optimizer_state_dict=True)` (`_flatten_optim_state_dict` in
+torch/distributed/checkpoint/state_dict.py). It does not keep which parameters were in one group: parameters
+with the same settings form one group here.
 """
 
 from __future__ import annotations
@@ -132,13 +133,12 @@ def _comparable(value: object) -> tuple[str, ...]:
     return "object", str(id(value))
 
 
-# ---- One view of an optimizer's state: the parameters of each group, in whatever form a file holds them.
+# ---- The view.
 #
 # torch numbers the parameters through all groups and keys the state by these numbers; loading goes by
 # index. An optimizer built from `named_parameters()` (torch 2.6) also keeps `param_names` in each group,
 # which loading ignores: they are the only record of which index is which. By name, `state` has parameter
-# names for keys and each group lists names as its `params`; DCP has numbers as text. The flat form is in
-# `flat_optimizers`.
+# names for keys and each group lists names as its `params`; DCP has numbers as text.
 
 
 GROUPS = "param_groups"

@@ -1,4 +1,4 @@
-"""Prefixes that wrappers put before the names of a state, told apart from modules of the same names.
+"""Wrappers' prefixes before the names of a state, and new names for its keys.
 
 A wrapper holds one module and passes calls on to it, so every name of what it wraps begins with the name of
 that one attribute. A module of the model that happens to be called `module` has siblings.
@@ -140,7 +140,7 @@ def inner_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
     return [FoundPrefix(prefix, count, len(keys), WRAPPERS[prefix]) for prefix, count in counts.most_common()]
 
 
-# ---- New names for the keys of a state, computed from names alone, and refused when two become the same.
+# ---- New names for keys; a renaming that gives two keys one name is refused.
 
 
 KEY_SECONDS: float = 2  # of one expression on one key

@@ -1,8 +1,8 @@
-"""Name the tensors of an average that was saved without its model's names.
+"""Changed checkpoints: fewer keys, other dtypes, more metadata, the state alone, or an average with names.
 
-Sources: `ExponentialMovingAverage.state_dict()` of torch_ema and `EMAModel.state_dict()` of diffusers keep
-`shadow_params`, a list in the order of the parameters; LitEma of latent diffusion registers buffers under
-the parameters' names without their dots.
+Averages without names: `ExponentialMovingAverage.state_dict()` of torch_ema and `EMAModel.state_dict()` of
+diffusers keep `shadow_params`, a list in the order of the parameters; LitEma of latent diffusion registers
+buffers under the parameters' names without their dots.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _without_dots(container: Mapping[object, object], parameters: Parameters) ->
     return None
 
 
-# ---- Checkpoints with fewer keys, other dtypes, more metadata, or the model's state alone.
+# ---- Changed checkpoints.
 #
 # Each function returns a new Checkpoint whose tensors still lie in the old file.
 

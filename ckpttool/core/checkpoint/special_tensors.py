@@ -264,7 +264,7 @@ def _fault_of_compressed(tensor: SpecialTensor) -> str | None:
     return None
 
 
-# ---- The calls by which a pickle rebuilds tensors that are not plain ones, read without running them.
+# ---- The calls by which a pickle rebuilds such tensors. They are read, never run.
 #
 # torch pickles such a tensor as a call that puts it together from plain tensors and settings. Sources:
 # torch's `_tensor.py`, `_utils.py`, `distributed/tensor/_dtensor_spec.py`,

@@ -1,4 +1,4 @@
-"""Places of a model's state in a tree: dicts of tensors by name, nested or not, and pickled models."""
+"""A model's state, and the search for it in a tree: dicts of tensors, nested or not, and pickled models."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def stand_ins(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str,
     return {name: special_tensors.placeholder(empty[name], elsewhere.get(name)) for name in missing}
 
 
-# ---- A model's state: its tensors by name, the rest of the dict that holds them, and the search for it.
+# ---- The state.
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +441,7 @@ def elsewhere(path: str, tree: object) -> NoState | None:
     return NoState(path, reason, hint=f"name that: {shlex.quote(there)}")
 
 
-# ---- The search for a model's state in a tree of values: by its name, its path, or as the likeliest.
+# ---- The search: by name, by path, or for the likeliest state.
 
 
 @dataclass(frozen=True, slots=True)

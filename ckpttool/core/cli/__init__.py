@@ -12,12 +12,7 @@ if TYPE_CHECKING:
     from .program import main as main
     from .program import run as run
 else:
-    __getattr__, __dir__, __all__ = attributes(
-        __name__,
-        {
-            "program": "SECTIONS group main run",
-        },
-    )
+    __getattr__, __dir__, __all__ = attributes(__name__, {"program": "SECTIONS group main run"})
 
     def main():
         """Run the command of `sys.argv`; Ctrl-C while modules are imported ends it without a traceback."""

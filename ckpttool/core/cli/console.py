@@ -1,4 +1,4 @@
-"""Text in the columns of a terminal: measured, cut, padded, wrapped between words, and in tables."""
+"""The console: text in the columns of a terminal, and how a command prints results, notes and progress."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def table(
         yield cut(line.rstrip(), width)
 
 
-# ---- How a command talks: results as text or JSON, notes, progress bars.
+# ---- Results, notes and progress bars.
 #
 # Data goes to stdout; progress, notes, hints and errors go to stderr.
 

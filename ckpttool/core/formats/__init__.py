@@ -13,10 +13,5 @@ if TYPE_CHECKING:
     from .saving import save as save
 else:
     __getattr__, __dir__, __all__ = attributes(
-        __name__,
-        {
-            "reading": "open read",
-            "destination": "Saved",
-            "saving": "save",
-        },
+        __name__, {"reading": "open read", "destination": "Saved", "saving": "save"}
     )

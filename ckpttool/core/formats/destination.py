@@ -1,4 +1,4 @@
-"""Outputs read back before they count: what was written must be what was meant."""
+"""The destination of a save: its format, its options, the read-back before it counts, and the result."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def _are_same(written: Tensors, meant: Tensors) -> bool:
     return all([*map(column, both[0])] == [*map(column, both[1])] for column in columns)
 
 
-# ---- The output of a save: its format, whether it may be written there, and what was written of the
-# input.
+# ---- Formats and options.
 
 
 ENDINGS = {

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from ...errors import CkptToolError, OutputExists, already_exists
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.commit import replacing, require_folder
 from ..files.commit_folder import NewFolder, Replaced, check_folder, replacing_folder, unmoved
+from ..files.resuming import Attempt
 from ..files.threads import Progress
 from ..remote.places import uploading
 from ..remote.urls import canonical, is_url
@@ -22,9 +23,6 @@ from .folders import File as Identity
 from .folders import identity_at, needed_beside, sources_of
 from .reading import File, opened
 from .strangers import output_at
-
-if TYPE_CHECKING:
-    from ..files.resuming import Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +107,7 @@ class OutputPlace:
 
     @contextlib.contextmanager
     def local(
-        self,
-        dry_run: bool = False,
-        progress: Progress | None = None,
-        expect: Progress | None = None,
+        self, dry_run: bool = False, progress: Progress | None = None, expect: Progress | None = None
     ) -> Iterator[OutputPlace]:
         """Yield where to write on this machine; what is named by a URL is uploaded when the block ends.
 

@@ -1,4 +1,4 @@
-"""JSON objects in files, such as headers and indexes: what readers take for different ones is refused."""
+"""The format safetensors, and strict JSON objects for headers and indexes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _but_minus_zero(text: str) -> int:
     return int(text)
 
 
-# ---- The format safetensors: a length, a JSON header, and the values of the tensors without gaps.
+# ---- The format: a length, a JSON header, and the values of the tensors without gaps.
 #
 # The writer's bytes are those of `safetensors.torch.save_file`: tensors ordered by type, then by name;
 # compact JSON; the header padded with spaces to 8 bytes. The reader enforces all rules of the format,
@@ -189,7 +189,7 @@ def _columns(source: ref.Source, header: dict[str, Any]) -> _Columns:
 
 
 def _reordered(entry: Any) -> tuple[Any, ...]:
-    """Return an entry whose fields are in another order as a tuple too; what is none, as an irregular one."""
+    """Return an entry as a tuple, whatever the order of its fields; malformed entries become (None, ...)."""
     is_entry = isinstance(entry, dict) and entry.keys() == {*FIELD_NAMES}
     usual = _entry([(name, entry[name]) for name in FIELD_NAMES]) if is_entry else None
     return usual or (None, (), 0, 0)

@@ -1,4 +1,4 @@
-"""The plan of one output: what goes into it, how it is written, and what it is compared with."""
+"""Saving a checkpoint: `save`, and the plan of one output that it carries out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from ...errors import Damaged, Refused
 from ...rooms import need
@@ -18,6 +18,7 @@ from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ..checkpoint.checksums import Checksums, each_once, reads_of, require_made
 from ..checkpoint.special_tensors import require_plain
 from ..files.copying import DryOutput, Output, Planned
+from ..files.resuming import Attempt
 from ..files.threads import Progress
 from ..inert_pickle.values import OrderedDict_
 from ..lazy import needing_torch
@@ -30,9 +31,6 @@ from .output import OutputPlace
 from .pytorch import zip as torch_zip
 from .reading import open as open_any
 from .reading import read
-
-if TYPE_CHECKING:
-    from ..files.resuming import Attempt
 
 Tensors = safetensors.Tensors
 Check = Callable[[Checkpoint], None]
@@ -133,8 +131,6 @@ class SavePlan:
             return None  # what is uploaded is kept nowhere
         if all(source.is_local for source in sources) or not all(source.version[1] for source in sources):
             return None  # who could tell whether it has changed since?
-        from ..files.resuming import Attempt
-
         opened = sorted({*versions(), *(repr(source.version) for source in sources)})
         plan = Planned((self.options.recipe, opened))
         if self.format in folders.NAMES:
@@ -270,7 +266,7 @@ def _dry(write: Callable[[Output], None]) -> int:
     return out.position
 
 
-# ---- Saving a checkpoint: in the format that the output's name says, complete or not at all.
+# ---- Saving: complete or not at all.
 
 
 @takes_checkpoint

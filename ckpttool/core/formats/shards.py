@@ -1,4 +1,4 @@
-"""How shards are named, and the series of them among the names in a folder."""
+"""Checkpoints in shards: their names, their index, reading and writing them, and one shard alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def series_in(names: Iterable[str]) -> dict[Series, dict[int, str]]:
     return series
 
 
-# ---- Shards of a bounded size with an index, in the layout of the Hugging Face Hub.
+# ---- Shards with an index, in the layout of the Hugging Face Hub.
 #
 # `model-00001-of-00003.safetensors` and so on hold the tensors; `model.safetensors.index.json`, or
 # another JSON file with a `weight_map`, says which holds which. Shards in torch's format are called
@@ -343,8 +343,7 @@ def write(folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, 
         file.write(text.encode())
 
 
-# ---- Whether a file is one of several that hold a model together, by its name and by what lies next to
-# it.
+# ---- A file that is one of several of a model, recognised by its name and its neighbours.
 
 
 # model-00001-of-00005.safetensors: the layout of the Hugging Face Hub. Of a GGUF all files are read.

@@ -161,8 +161,7 @@ def array_of(value: object) -> PickledArray | None:
     return PickledArray(element, shape, bool(fortran), data)
 
 
-# ---- The plain value that an object stands for, read from its pickle: text, a dict of attributes, or a
-# list.
+# ---- The plain value that an object stands for: text, a dict of attributes, or a list.
 
 
 OBJECT = names_of("builtins __builtin__: object")

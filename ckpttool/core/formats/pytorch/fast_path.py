@@ -63,8 +63,7 @@ class OpcodeTemplate:
         return b"%b%b\0\0\0%b%b" % (self.head, bytes((len(key),)), key, tail)
 
 
-# ---- Tensors as torch.save writes them, matched whole by a regular expression instead of opcode by
-# opcode.
+# ---- Reading: one regular expression matches a whole tensor.
 #
 # Nearly every tensor of a checkpoint is a call of `_rebuild_tensor_v2` in thirty opcodes that are always
 # the same: a new storage, a shape, a stride, no hooks. Matching them at once takes a third of the time of
@@ -319,8 +318,7 @@ def _numbers(opcodes: bytes) -> tuple[int, ...]:
     return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)
 
 
-# ---- Tensors written into a pickle as `torch.save` does, by a template for each form, not opcode by
-# opcode.
+# ---- Writing: one template for all tensors of a form.
 #
 # Tensors of one form differ in the key of their storage and in places of the memo alone.
 

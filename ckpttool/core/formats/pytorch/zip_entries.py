@@ -203,8 +203,7 @@ def _require_file(place: ByteRange, name: str, attributes: int, size: int) -> No
         raise Damaged(place.path, f"its record '{name[:80]}' is a folder that holds bytes")
 
 
-# ---- The local headers of a zip's records, which say again what the central directory says, and where
-# bytes lie.
+# ---- Local headers: they repeat the central directory, and tell where bytes lie.
 #
 # They are read in the order of the file. On this machine those of many small records are read at once,
 # and compared with the directory column by column.
@@ -356,7 +355,7 @@ def _require_agreement(
         raise Damaged(place.path, f"its record '{name[:80]}' has two headers that disagree")
 
 
-# ---- Read the directory of a zip file strictly.
+# ---- The directory, read strictly.
 #
 # Whatever readers of zip files understand differently, torch's and Python's above all, is refused:
 # duplicate names, a local header that disagrees with the central directory, records that overlap, folders
@@ -467,8 +466,7 @@ def _require_plain(place: ByteRange, name: str, size: int) -> None:
         raise Damaged(place.path, f"has a record whose name leaves the archive: {name[:80]!r}")
 
 
-# ---- The bytes of a zip's records: as they lie in the file, or inflated from what another tool
-# compressed.
+# ---- The bytes of records: as they lie in the file, or inflated.
 #
 # For a stream that is cut short torch returns uninitialised memory. Here a record must have exactly the
 # size and the checksum that the directory states. Records are inflated into an unnamed temporary file, so
