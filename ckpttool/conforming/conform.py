@@ -30,7 +30,7 @@ from ..mapping.applying import apply
 from ..mapping.rules import MapRules
 from .modules import Module, Parts, Places, StateEntry, places_of, without_numbers
 from .rules import RuleRow, as_rules, rows
-from .search import BUFFERS, SearchResult, Values, differing, is_shared, search
+from .search import BUFFERS, SearchResult, Tensors, Values, differing, is_shared, search
 
 
 def require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> None:
@@ -215,15 +215,10 @@ def conform(
 
 
 def _matched(
-    path: str,
-    mine: Places,
-    theirs: Places,
-    tensors: Mapping[str, TensorRef],
-    values: Mapping[str, TensorRef],
-    pad_vocab: bool,
+    path: str, mine: Places, theirs: Places, tensors: Tensors, values: Tensors, pad_vocab: bool
 ) -> SearchResult:
     """Return which name becomes which; by values too, where there are any."""
-    if _shapes(mine) == _shapes(theirs) and not values:
+    if not values and _shapes(mine) == _shapes(theirs):
         raise _nothing_to_do(path, mine, theirs)
     found = search(path, mine, theirs, with_values=bool(values))
     if values:
@@ -255,11 +250,7 @@ def _other_types(dtypes: Mapping[str, str], theirs: Places) -> tuple[tuple[str, 
 
 
 def _completed(
-    checkpoint: Checkpoint,
-    where: str | None,
-    resized: Iterable[str],
-    more: Mapping[str, TensorRef],
-    theirs: Places,
+    checkpoint: Checkpoint, where: str | None, resized: Iterable[str], more: Tensors, theirs: Places
 ) -> Checkpoint:
     """Return a checkpoint with what a state lacks, in the order of the reference."""
     state = checkpoint.state(where)
@@ -281,9 +272,7 @@ def _shapes(places: Places) -> dict[str, object]:
     return {name: (place.shape, place.dtype == "") for name, place in places.items()}
 
 
-def _tie_by_values(
-    found: SearchResult, left: Mapping[str, TensorRef], right: Mapping[str, TensorRef]
-) -> None:
+def _tie_by_values(found: SearchResult, left: Tensors, right: Tensors) -> None:
     """Take an embedding or head without a counterpart for a second name of another that has its values.
 
     Others are no ties though they are equal, such as two norms of ones: they are trained apart.
@@ -301,7 +290,7 @@ def _tie_by_values(
                     found.ties += pairs
 
 
-def _equal(name: str, tensors: Mapping[str, TensorRef]) -> str | None:
+def _equal(name: str, tensors: Tensors) -> str | None:
     this = tensors[name]
     alike = (other for other in tensors if other != name and tensors[other].shape == this.shape)
     return next((other for other in alike if this.numel > 1 and same_values(tensors[other], this)), None)

@@ -172,10 +172,9 @@ def _swiglu(modules: Sequence[tuple[Parts, Sizes]]) -> Iterable[tuple[int, Role]
             groups[parts[:-1]][parts[-1][:2]] = place
     for group in groups.values():
         shapes = {name: modules[place][1] for name, place in group.items()}
-        if len(group) == 3 and shapes["w1"] == shapes["w3"] != shapes["w2"]:
-            yield from ((group["w1"], ("gate",)), (group["w3"], ("up",)), (group["w2"], ("down",)))
-        elif len(group) == 3 and shapes["w1"] == shapes["w2"] != shapes["w3"]:
-            yield from ((group["w1"], ("gate",)), (group["w2"], ("up",)), (group["w3"], ("down",)))
+        for up, down in (("w3", "w2"), ("w2", "w3")):
+            if len(group) == 3 and shapes["w1"] == shapes[up] != shapes[down]:
+                yield from ((group["w1"], ("gate",)), (group[up], ("up",)), (group[down], ("down",)))
 
 
 LONGEST = 256  # characters of a name's end that are looked at: each is tried as a beginning
@@ -329,9 +328,9 @@ class Solution:
         same = {bare for bare, names in groups[0].items() if groups[1].get(bare) == names}
         return [[parts if pattern(parts) in same else () for parts in side] for side in sides]
 
-    def _take(self, left: Sequence[Unit], right: Sequence[Unit], found: Joint, rests: str) -> None:
-        self.matches.append(Match(tuple(left), tuple(right), found, rests))
-        self._leave(left, right)
+    def _take(self, *taken: Match) -> None:
+        self.matches += taken
+        self._leave(*((*match.left, *match.right) for match in taken))
 
     def _leave(self, *units: Sequence[Unit]) -> None:
         gone = {id(unit) for each in units for unit in each}
@@ -342,16 +341,12 @@ class Solution:
         """Match units of which one on each side has a key."""
         keys = [_once(each, side) for each, side in zip(names, (self.left, self.right), strict=True)]
         pairs = [(keys[0][name], keys[1][name]) for name in keys[0] if name and name in keys[1]]
-        taken: list[tuple[Unit, Unit, Joint, str]] = []
+        taken = []
         for left, right in pairs:
             if (found := one(left, right)) is not None:
                 found = self._doubted(found, self._either(left, right), (left,), right)
-                taken.append((left, right, found, rests))
-        self._take_all(taken)
-
-    def _take_all(self, taken: list[tuple[Unit, Unit, Joint, str]]) -> None:
-        self.matches += (Match((left,), (right,), found, rests) for left, right, found, rests in taken)
-        self._leave(*((left, right) for left, right, *_ in taken))
+                taken.append(Match((left,), (right,), found, rests))
+        self._take(*taken)
 
     def _doubted(self, found: Joint, role: Role, pieces: Sequence[Unit], whole: Unit) -> Joint:
         """Return a joint with the ways that names leave open."""
@@ -384,8 +379,8 @@ class Solution:
             if (found := joint(pieces, whole)) is None:
                 continue
             found = self._doubted(found, role, pieces, whole)
-            sides = ([whole], pieces) if reverse else (pieces, [whole])
-            self._take(*sides, found, "role")
+            one_side, other = ((whole,), (*pieces,)) if reverse else ((*pieces,), (whole,))
+            self._take(Match(one_side, other, found, "role"))
 
     def _by_shapes(self) -> None:
         """Match units by shapes that few have, and by numbers that rise on both sides."""
@@ -393,7 +388,7 @@ class Solution:
         for unit in self.right:
             weights[unit.normal].add(unit.weight)
         for exact in (True, False):
-            taken: list[tuple[Unit, Unit, Joint, str]] = []
+            taken = []
             for left, right in self._classes(exact):
                 pairs, rests = _paired(left, right)
                 joints = [one(*pair) for pair in pairs]
@@ -404,8 +399,8 @@ class Solution:
                 crossed = exact and len(weights[left[0].normal]) > 1
                 for (a, b), found in zip(pairs, filter(None, joints), strict=True):
                     found = self._doubted(replace(found, is_crossed=crossed), self._either(a, b), (a,), b)
-                    taken.append((a, b, found, rests))
-            self._take_all(taken)
+                    taken.append(Match((a,), (b,), found, rests))
+            self._take(*taken)
 
     def tangle(self) -> None:
         """Set apart what has as many counterparts as it counts itself, none likelier than another."""
@@ -439,7 +434,7 @@ class Solution:
         often = Counter(id(unit) for left, right, _ in fits for unit in (left, right))
         for left, right, found in fits:
             if often[id(left)] == often[id(right)] == 1:
-                self._take([left], [right], found, "shape")
+                self._take(Match((left,), (right,), found, "shape"))
 
 
 MOST_PAIRS = 10_000

@@ -15,6 +15,7 @@ from .ways import STACKED
 
 Template = tuple[str | None, ...]  # the parts of a name, None for each number
 Numbers = tuple[int, ...]
+Buckets = Mapping[Template, set[Numbers]]  # the numbers in the names of each template
 LETTERS = "ijklmnop"
 PLACEHOLDER = re.compile(r"(?<!\{)\{([a-z])\}(?!\})")
 
@@ -28,6 +29,9 @@ class RuleCase:
     steps: tuple[Verb, ...]
     rests: str
     shapes: tuple[str, str]  # before and after, for the table
+
+
+Numbered = tuple[RuleCase, list[Numbers]]  # with the numbers in each of its names
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ def rows(found: SearchResult, names: Iterable[str]) -> list[RuleRow]:
         found: the result of a search, in which each match has one way.
         names: all names of the input: a rule with placeholders must match none that it does not concern.
     """
-    groups: dict[object, list[tuple[RuleCase, list[Numbers]]]] = defaultdict(list)
+    groups: dict[object, list[Numbered]] = defaultdict(list)
     for case in cases(found):
         split = [_split(name) for name in (*case.sources, *case.targets)]
         key = tuple(template for template, _ in split), len(case.sources), case.steps, case.rests, case.shapes
@@ -151,9 +155,7 @@ def _split(parts: Parts) -> tuple[Template, Numbers]:
     return template, tuple(int(part) for part, is_n in zip(parts, is_number, strict=True) if is_n)
 
 
-def _rows(
-    group: list[tuple[RuleCase, list[Numbers]]], buckets: Mapping[Template, set[Numbers]]
-) -> Iterator[RuleRow]:
+def _rows(group: list[Numbered], buckets: Buckets) -> Iterator[RuleRow]:
     """Return one row for a group of cases, or one for each part in which numbers go together, or for each."""
     first = group[0][0]
     names = zip(*(numbers for _, numbers in group), strict=True)
@@ -162,7 +164,7 @@ def _rows(
     fields = dict(zip(dict.fromkeys(leading), LETTERS, strict=False))
     unknown = [column for side in columns for column in side if len({*column}) > 1 and column not in fields]
     if len(group) > 1 and unknown:  # a number of one side follows from none of the other: cut by it
-        parts: dict[int, list[tuple[RuleCase, list[Numbers]]]] = defaultdict(list)
+        parts: dict[int, list[Numbered]] = defaultdict(list)
         for number, each in zip(unknown[0], group, strict=True):
             parts[number].append(each)
         for part in parts.values():
@@ -194,9 +196,7 @@ def _text(template: Template, columns: Sequence[Numbers], fields: Mapping[Number
     return ".".join(parts)
 
 
-def _is_whole(
-    split: tuple[Template, Numbers], columns: Sequence[Numbers], buckets: Mapping[Template, set[Numbers]]
-) -> bool:
+def _is_whole(split: tuple[Template, Numbers], columns: Sequence[Numbers], buckets: Buckets) -> bool:
     """Return whether a source with placeholders matches no name of the input but those of its cases."""
     template = split[0]
     if any(part is MARK for part in template):

@@ -44,29 +44,19 @@ def followed(
     """
     view = OptimizerView(optimizer)
     try:
-        named = _named(checkpoint, optimizer, view.parameters(), mapping, state)
-        return optimizer if named is None else _Following(view, mapping, named).optimizer()
+        groups = view.parameters()
+        try:
+            named = ParameterSource(checkpoint, None, state, None).named(groups, needed=True)[0]
+        except BadOptimizer as fault:
+            if mapping.only_renames:  # then the numbers say all
+                return optimizer
+            if isinstance(fault, Undecided):
+                fault.hint = _naming(checkpoint, optimizer, groups, state)
+            raise
+        return _Following(view, mapping, named).optimizer()
     except BadOptimizer as fault:
         hint = fault.hint or _leaving_out(checkpoint, optimizer)
         raise Refused(checkpoint.path, f"its optimizer {fault}", hint=hint) from None
-
-
-def _named(
-    checkpoint: Checkpoint,
-    optimizer: Entry,
-    groups: OptimizerGroups,
-    mapping: StateMapping,
-    state: str | None,
-) -> OptimizerGroups | None:
-    """Return the parameters with their names; None where numbers say all, as the rules rename and no more."""
-    try:
-        return ParameterSource(checkpoint, None, state, None).named(groups, needed=True)[0]
-    except BadOptimizer as fault:
-        if mapping.only_renames:
-            return None
-        if isinstance(fault, Undecided):
-            fault.hint = _naming(checkpoint, optimizer, groups, state)
-        raise
 
 
 def _leaving_out(checkpoint: Checkpoint, optimizer: Entry) -> str:

@@ -14,6 +14,7 @@ from math import prod
 
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.selection import replace_state
+from ..core.checkpoint.settings import require_unpacked
 from ..core.checkpoint.special_tensors import plain_tensor, with_plain_tensor
 from ..core.checkpoint.state import State
 from ..core.tensors.ref import DTYPES, MAX_AXES, REAL_TYPES, Computed, TensorRef
@@ -23,6 +24,7 @@ from ..errors import Collision, NothingToDo, UsageFault
 
 Sizes = tuple[int, ...]
 Rules = Iterable[tuple[str, Sizes]]  # a pattern of keys, and what their tensors get
+Change = Callable[[str, TensorRef, Sizes], TensorRef]  # of a tensor by its key
 Changed = tuple[Checkpoint, tuple[str, ...]]  # with the names of the tensors that changed
 
 
@@ -57,12 +59,7 @@ def reshape(checkpoint: Checkpoint, rules: Rules, *, state: str | None = None) -
     return _by_pattern(checkpoint, rules, shaped, state)
 
 
-def _by_pattern(
-    checkpoint: Checkpoint,
-    rules: Rules,
-    change: Callable[[str, TensorRef, Sizes], TensorRef],
-    where: str | None,
-) -> Changed:
+def _by_pattern(checkpoint: Checkpoint, rules: Rules, change: Change, where: str | None) -> Changed:
     """Apply rules in order to every tensor whose key matches their pattern."""
     target = checkpoint.state(where)
     tensors = target.tensors
@@ -73,8 +70,6 @@ def _by_pattern(
             raise NothingToDo(f"{checkpoint.path}: no tensor's key matches '{pattern}'", hint=hint)
         for key in fitting:
             changed[key] = change(key, changed.get(key, tensors[key]), sizes)
-    from ..core.checkpoint.settings import require_unpacked
-
     require_unpacked(checkpoint, target, names=changed)
     return _with_tensors(checkpoint, target, changed), tuple(changed)
 

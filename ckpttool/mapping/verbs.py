@@ -183,24 +183,6 @@ def materialised(tensor: TensorRef) -> TensorRef:
     return in_row_major(tensor)
 
 
-def scaled(tensor: TensorRef, factor: float) -> TensorRef:
-    """Return a tensor times a number, computed in float64 and rounded once to its type. Raises VerbMisfit."""
-    if (dtype := tensor.dtype).name not in PLAIN_FLOATS:
-        raise VerbMisfit(f"is {dtype.name}, which is not scaled")
-    require_bounded("a tensor of a rule", tensor)
-
-    def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        first, count = start // dtype.itemsize, nbytes // dtype.itemsize
-        for part in stretches(tensor, first, count):
-            for piece in stream(part):
-                values = reader(dtype)(np.frombuffer(piece, carrier(dtype))).astype("<f8")
-                with np.errstate(all="ignore"):
-                    values *= factor
-                    yield memoryview(nearest(values, dtype).view("u1"))  # type: ignore[arg-type]
-
-    return made_from(tensor, make)
-
-
 def cast(tensor: TensorRef, to: str) -> tuple[TensorRef, CastReport]:
     """Return a floating-point tensor in another type, and what will have overflowed once it is written."""
     caster = Caster(target(to.lower()))
@@ -467,7 +449,21 @@ class Scaling(OnEach, verb="scale", own="by", follows=False):
     by: float = 1.0
 
     def one(self, tensor: TensorRef, context: RuleContext) -> TensorRef:
-        return scaled(tensor, self.by)
+        """Return the product, computed in float64 and rounded once to the tensor's type."""
+        if (dtype := tensor.dtype).name not in PLAIN_FLOATS:
+            raise VerbMisfit(f"is {dtype.name}, which is not scaled")
+        require_bounded("a tensor of a rule", tensor)
+
+        def make(start: int, nbytes: int) -> Iterator[memoryview]:
+            first, count = start // dtype.itemsize, nbytes // dtype.itemsize
+            for part in stretches(tensor, first, count):
+                for piece in stream(part):
+                    values = reader(dtype)(np.frombuffer(piece, carrier(dtype))).astype("<f8")
+                    with np.errstate(all="ignore"):
+                        values *= self.by
+                        yield memoryview(nearest(values, dtype).view("u1"))  # type: ignore[arg-type]
+
+        return made_from(tensor, make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,10 +526,9 @@ class Stack(Verb, verb="stack", own="field"):
         for at in sorted(bundle.tensors):
             groups.setdefault(at[:place] + at[place + 1 :], []).append(bundle.tensors[at])
         fields = bundle.fields[:place] + bundle.fields[place + 1 :]
-        columns = {at: zip(*those, strict=True) for at, those in groups.items()}
-        return Bundle(
-            fields, {at: tuple(stacked(c, self.axis) for c in each) for at, each in columns.items()}
-        )
+        columns = {at: [*zip(*those, strict=True)] for at, those in groups.items()}
+        made = {at: tuple(stacked(each, self.axis) for each in columns[at]) for at in columns}
+        return Bundle(fields, made)
 
     def inverse(self) -> Verb:
         return Unstack(self.field, self.axis)

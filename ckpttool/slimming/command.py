@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -107,14 +107,8 @@ def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...]) ->
 
     console, started = job.console, time.perf_counter()
     with console.bar("slimming") as bar:
-        run = slim_in_place(
-            job.input,
-            keep_newest=keep_newest,
-            leave_out=drop,
-            verify=job.verify,
-            dry_run=job.dry_run,
-            **bar.calls,
-        )
+        choices: dict[str, Any] = {"verify": job.verify, "dry_run": job.dry_run, **bar.calls}
+        run = slim_in_place(job.input, keep_newest=keep_newest, leave_out=drop, **choices)
     seconds = time.perf_counter() - started
     for file in run.kept:
         if file.is_checkpoint or console.verbose:
