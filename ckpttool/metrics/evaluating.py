@@ -177,7 +177,9 @@ class Evaluator:
         certificate = collectives.report_once(lambda: certify(all_rows, about, self.rank_samples))
         return Evaluated(_predictions(rows), certificate)
 
-    def rows(self, model: nn.Module, check: Check | None, forward: Forward) -> dict[str, torch.Tensor]:
+    def rows(
+        self, model: nn.Module, check: Check | None = None, forward: Forward = _forward
+    ) -> dict[str, torch.Tensor]:
         """Return this rank's rows: `index`, `prediction`, `label` (int64), `loss` (float64). A collective."""
 
         def score(indices: list[int], batch: Any, outputs: Any) -> tuple[torch.Tensor, ...]:

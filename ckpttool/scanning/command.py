@@ -58,10 +58,8 @@ def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif
         for number, file in enumerate(scan_each(files, allow), 1):
             scanned.append(file)
             bar.step(number, len(files))
-    if not (console.json or sarif):  # on stderr, with -q too
-        for path, problem in ((file.path, problem) for file in scanned for problem in file.problems):
-            where = f"{path}: {problem.where}" if problem.where else path
-            say("unreadable:", "yellow", f"{printable(where)}: {printable(problem.reason)}")
+    if not (console.json or sarif):
+        _say_unreadable(scanned)
     if sarif:
         click.echo(to_json(as_sarif(scanned, __version__)))
     else:
@@ -69,6 +67,13 @@ def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif
         console.result("\n".join(_lines(console, scanned)), {"files": files_found})
     verdicts = {file.verdict for file in scanned}
     return 1 if verdicts & {DANGEROUS, UNKNOWN} else 3 if UNREADABLE in verdicts else 0
+
+
+def _say_unreadable(scanned: list[Scanned]) -> None:
+    """Say what could not be looked at: on stderr, with -q too."""
+    for path, problem in ((file.path, problem) for file in scanned for problem in file.problems):
+        where = f"{path}: {problem.where}" if problem.where else path
+        say("unreadable:", "yellow", f"{printable(where)}: {printable(problem.reason)}")
 
 
 def _lines(console: Console, scanned: list[Scanned]) -> list[str]:

@@ -303,7 +303,7 @@ def test_the_page_of_maps_takes_nanogpt_s_own_checkpoint(cli: Cli, here: Path) -
     optimizer.step()
     whole = {"model": prefixed(state, "_orig_mod."), "optimizer": optimizer.state_dict()}
     torch.save(whole | {"model_args": {"n_layer": 2}}, here / "ckpt.pt")
-    block = MAPS.partition("nanoGPT's own `ckpt.pt`")[2]
+    block = MAPS.partition("nanoGPT's `ckpt.pt`")[2]
     commands = re.findall(r"^    ckpttool (.*)$", block.partition("\n## ")[0], re.MULTILINE)
     assert len(commands) == 3
     for command in commands:

@@ -79,7 +79,7 @@ def read(data: bytes, path: Path, *, pattern: bool) -> tuple[Any, int]:
             return end
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_pickle, "TensorPattern", Counted)
+        patch.setattr(fast_path, "TensorPattern", Counted)
         parts = tensor_pickle.ZIP_PARTS
         found = tensor_pickle.read_torch_pickle(
             data, storage, lambda *columns: [*map(storage, *columns)], parts=parts, remarks=[]
