@@ -18,7 +18,6 @@ from ..core.cli.rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..core.cli.schemas import NAMES, Fields
 from ..errors import UsageFault
 from ..rooms import find
-from .conform import conform as conform_alone
 
 if TYPE_CHECKING:
     from ..core.checkpoint.checkpoint import Checkpoint
@@ -86,6 +85,7 @@ def conform(
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         from ..core.checkpoint import selection
+        from .conform import conform as conform_alone
 
         dialects: Any = find("models.dialects")  # whose errors also name maps that would do
         found_by_names = dialects.conformed if dialects else conform_alone

@@ -15,11 +15,11 @@ from ..core.cli.console import coloured, columns, cut_middle, fitting, left, ter
 from ..core.cli.reading import fields_of, note_keys, note_state, note_unread, open_file
 from ..core.cli.schemas import NAMES, Fields, fields_like
 from ..core.words import counted, printable
-from .rows import ROWS, DiffRow, detailed, items_of, relative, rows_of
 
 if TYPE_CHECKING:
     from ..core.cli.console import Console
     from .compare_values import Change, Comparison
+    from .rows import DiffRow
 
 HEADER = ("differ", "relative", "cosine", "largest")
 LEAST = 16  # columns that a name keeps; figures give way first
@@ -28,6 +28,8 @@ COLOURS = {"~": "yellow", "-": "red", "+": "green"}
 
 def page(comparison: Comparison, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a header and at most ROWS rows: the most different ones, if there are more."""
+    from .rows import ROWS, items_of, rows_of
+
     rows = rows_of(items_of(comparison))
     largest = sorted(range(len(rows)), key=lambda i: -rows[i].relative)[:ROWS]
     yield from _table(_sorted([rows[i] for i in sorted(largest)], sort), width)
@@ -39,6 +41,8 @@ def page(comparison: Comparison, sort: str | None, width: int | None) -> Iterato
 
 def details(comparison: Comparison, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
+    from .rows import DiffRow, detailed, items_of, relative
+
     texts = ((item, detailed(item[2]) if item[2] else "") for item in items_of(comparison))
     rows = [DiffRow(mark, name, text, relative=relative(change)) for (mark, name, change), text in texts]
     for row in _sorted(rows, sort):
@@ -196,6 +200,8 @@ def _report(
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
     changed = comparison.changed
     if sort == "size":
+        from .rows import relative
+
         changed = tuple(sorted(changed, key=lambda change: -relative(change)))
     return {
         "same": comparison.same,

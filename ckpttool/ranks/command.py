@@ -15,7 +15,6 @@ from ..core.cli.reading import fields_of, note_fields, note_state, open_file
 from ..core.cli.rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..core.cli.schemas import Fields, fields_like
 from ..errors import NothingToDo, RanksDiffer, Refused, UsageFault
-from .frameworks import open_ranks
 
 if TYPE_CHECKING:
     from ..core.checkpoint.checkpoint import Checkpoint
@@ -70,6 +69,8 @@ def merge(
 
     def opening() -> Checkpoint:
         files = job.inputs if job.inputs[1:] else job.input
+        from .frameworks import open_ranks
+
         return open_ranks(files, take_rank=take_rank, take_step=take_step)
 
     try:

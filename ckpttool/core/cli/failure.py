@@ -14,7 +14,6 @@ import click
 
 from ... import errors
 from ...errors import CkptToolError, FileError, Mismatch, NothingToDo, RanksDiffer, UsageFault, install
-from ..files.commit import reason
 from ..words import versioned
 from .console import printable, say, to_json
 
@@ -116,6 +115,8 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
         hint = "close other programs, or use a machine with more memory"
         return "memory", ": ".join([*call.paths[:1], "not enough memory"]), hint, 3
     if isinstance(error, OSError):
+        from ..files.commit import reason
+
         named = error.filename if isinstance(error.filename, str | bytes) else None  # or a descriptor
         where = os.fsdecode(named) if named else "stdout" if _is_of_click(error) else ""
         message = f"{where}: " * bool(where) + reason(error)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ckpttool.core.cli import group
+from ckpttool.rooms import ROOMS
 from tests.support.comparing import saved_predictions
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
 from tests.support.every_format import INPUTS
@@ -181,6 +182,16 @@ strip-prefix IN OUT.safetensors
 add-prefix IN OUT.pt
 convert IN OUT/
 """
+
+
+def test_help_imports_the_shell_and_the_rooms_commands_and_nothing_of_the_library() -> None:
+    script = "from ckpttool.core import cli; cli.run(['--help']); import sys; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    found = [name for name in ran.stdout.split() if name.startswith("ckpttool.")]
+    light = {"core", "core.cli", "core.lazy", "core.system", "core.words", "errors", "rooms", *ROOMS}
+    light |= {f"{room}.command" for room in ROOMS}
+    heavy = [name for name in found if name.removeprefix("ckpttool.") not in light]
+    assert [name for name in heavy if not name.startswith("ckpttool.core.cli.")] == []
 
 
 def test_moving_bytes_imports_no_numpy(without_torch: dict[str, str], tmp_path: Path) -> None:
