@@ -12,8 +12,8 @@ from functools import partial
 from operator import attrgetter, itemgetter
 
 from ...errors import Damaged, RanksDiffer, Refused
-from ..files.digest import PIECE as DIGEST_PIECE
-from ..files.digest import Pieces, combined, crc32, crc32_of, digest
+from ..files import digest
+from ..files.digest import combined, crc32, crc32_of
 from ..files.threads import Progress, map_bytes
 from ..inert_pickle.values import TooDeep
 from ..remote import urls
@@ -248,8 +248,8 @@ class _Digest:
     """The digest of a storage, put together from those of its pieces."""
 
     def __init__(self, name: str, storage: Storage) -> None:
-        self.name, self.storage, self.piece = name, storage, DIGEST_PIECE
-        self._pieces = Pieces(storage.nbytes)
+        self.name, self.storage, self.piece = name, storage, digest.PIECE
+        self._pieces = digest.Pieces(storage.nbytes)
         self.see, self.unread = self._pieces.see, self._pieces.missing
 
     def agrees(self) -> bool:
@@ -313,7 +313,7 @@ def digest_of_value(value: object) -> str | None:
         flat = encode(value)
     except (TooDeep, TooManyNames, Unholdable):
         return None
-    return hashlib.sha256(f"{digest(flat.tensors)}{flat.text}".encode()).hexdigest()
+    return hashlib.sha256(f"{digest.digest(flat.tensors)}{flat.text}".encode()).hexdigest()
 
 
 def _parts(path: str, like: SpecialTensor) -> Iterator[tuple[str, TensorRef]]:
