@@ -561,9 +561,9 @@ def test_an_optimizer_keyed_by_names_needs_no_mending(key: str, cli: Any, tmp_pa
 
 def test_a_list_in_many_places_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reference takes a few bytes of pickle: looking again at each would be their product."""
-    shared, walk = [0] * 100, Mock(side_effect=dcp_tree.walk)
+    shared, walk = [0] * 100, Mock(side_effect=dcp_tree.inert.walk)
     torch.save({"w": torch.ones(1), **{f"k{i}": shared for i in range(50)}}, tmp_path / "in.pt")
-    monkeypatch.setattr(dcp_tree, "walk", walk)
+    monkeypatch.setattr(dcp_tree.inert, "walk", walk)
     with ckpttool.open(tmp_path / "in.pt") as checkpoint:
         assert dcp_tree.with_keys_made_text(checkpoint) == ()
     assert walk.call_count == 1
