@@ -14,7 +14,6 @@ from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.formats.cursor import Cursor
 from ..core.formats.pytorch import zip_entries
 from ..core.inert_pickle.machine import PickleFault
-from ..core.inert_pickle.plain_objects import NUMBERS
 from ..core.inert_pickle.reader import read_pickle
 from ..core.inert_pickle.values import Global, OrderedDict_
 from ..core.tensors import ref
@@ -150,6 +149,8 @@ def _parsed(path: str, called: str, text: str) -> ArrayHeader:
 
 
 def _element(kind: re.Match[str]) -> tuple[ref.DType | None, str, str]:
+    from ..core.inert_pickle.plain_objects import NUMBERS  # opening a zip asks this module first
+
     order, letter, size, unit = kind.groups()
     if letter + size in NUMBERS and not unit:
         return ref.DTYPES[NUMBERS[letter + size][1]], "big" if order == ">" else "little", ""

@@ -26,10 +26,13 @@ class _Module:
 
 
 if TYPE_CHECKING:
+    import hashlib as hashlib
+
     import numpy as np
     from numpy.typing import NDArray
 else:  # most commands need no numpy, and start sooner without it
     np, NDArray = _Module("numpy"), Any
+    hashlib = _Module("hashlib")  # loads OpenSSL, which most commands do without
 
 
 def attributes(

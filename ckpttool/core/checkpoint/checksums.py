@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from array import array
 from bisect import bisect_right
@@ -16,6 +15,7 @@ from ..files import digest
 from ..files.digest import combined, crc32, crc32_of
 from ..files.threads import Progress, map_bytes
 from ..inert_pickle.values import TooDeep
+from ..lazy import hashlib
 from ..remote import urls
 from ..tensors.ref import DTYPES, ByteRange, Computed, Observer, Source, Storage, TensorRef
 from ..tensors.values import stream

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -14,6 +13,7 @@ from threading import get_ident
 from typing import Any, Protocol
 
 from ...errors import Damaged, Unreadable
+from ..lazy import hashlib
 from ..tensors.ref import DType, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded
 from .commit import append_line, reason

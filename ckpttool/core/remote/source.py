@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shlex
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from ...errors import Refused, Unreadable, Unsupported, UsageFault
 from .. import system
 from ..files.commit import replacing
+from ..lazy import hashlib
 from ..tensors.ref import Source
 from .ahead import Ahead, Line
 from .store import DATED, Facts, Store

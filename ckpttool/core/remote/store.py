@@ -8,13 +8,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ...errors import Damaged, Unreadable
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -25,6 +26,8 @@ class Unanswered(Exception):
 
 def ended(outcome: Future[T], seconds: float) -> T:
     """Return what a job returns. Raises Unanswered after so many seconds."""
+    from concurrent.futures import wait  # loads logging
+
     if wait([outcome], seconds).not_done:  # a library bounds silence, not an answer that drips
         raise Unanswered(f"{seconds:.3g} s")
     return outcome.result()
@@ -33,6 +36,8 @@ def ended(outcome: Future[T], seconds: float) -> T:
 def started(job: Callable[[], T]) -> Future[T]:
     """Start a job in a daemon thread, so that the wait for it has a time limit, and Ctrl-C ends it."""
     # A library that waits itself lets no signal in: signals reach the main thread only outside of it.
+    from concurrent.futures import Future  # loads logging
+
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -104,6 +109,8 @@ def seconds_asked(headers: Mapping[str, str]) -> float | None:
     if re.fullmatch(r"[0-9]{1,9}", told):
         return float(told)
     with suppress(ValueError, OverflowError):
+        from email.utils import parsedate_to_datetime  # loads urllib
+
         return max(0.0, parsedate_to_datetime(told).timestamp() - time.time())
     return None
 
