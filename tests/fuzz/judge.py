@@ -218,7 +218,7 @@ def _copy_companions(checkpoint: ckpttool.Checkpoint, path: Path, out: Path, out
     paths, _ = folders.listed_beside(checkpoint, str(path), str(path))
     (out / "copied").mkdir()
     places = {path: str(out / "copied" / os.path.basename(path)) for path in paths}
-    folders.copy_companions(places)
+    folders.copy_companions(places, force=True)
     for place in places.values():
         if SECRET in Path(place).read_bytes():
             outcome.fail("copies a file from outside the folder", place)
