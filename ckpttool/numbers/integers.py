@@ -189,7 +189,8 @@ OF_MX, OF_NV = 32, 16  # numbers that share a scale
 EXPONENTS = ("uint8", "float8_e8m0fnu")  # types of scales that are powers of two
 
 
-def _levels() -> Table:
+def of_levels() -> Table:
+    """Return the numbers of the codes of e2m1."""
     return Table(np.array([*MAGNITUDES, *(-each for each in MAGNITUDES)], "<f4"))
 
 
@@ -218,7 +219,7 @@ def of_experts(parts: PackedParts, name: str) -> Group:
     flat = replace(blocks, shape=(experts, rows, groups * OF_MX // 2), stride=(*blocks.stride[:2], 1))
     codes = packed(turned(flat), Packing(4, 1), groups * OF_MX)
     scale = Grid(f"{name}_scales", scales(turned(given)), (1, OF_MX, 1))
-    formula = Formula(codes, _levels(), (scale,))
+    formula = Formula(codes, of_levels(), (scale,))
     return parts.group(name, "MXFP4", DTYPES["bfloat16"], codes.shape, formula)
 
 
@@ -232,15 +233,15 @@ def fp4_rows(parts: PackedParts, name: str, scale: str, *, needs_whole: bool = T
     what = f"has rows of {columns}, which groups of {size} don't divide"
     parts.require(columns % size == 0, parts.lead, what)
     has_whole = size == OF_NV and (needs_whole or f"{name}_scale_2" in parts.tensors)
-    field = _with_whole(parts, name, given) if has_whole else scales(elements(given))
+    field = with_whole(parts, name, elements(given)) if has_whole else scales(elements(given))
     codes = packed(elements(weight), Packing(4, 1), columns)
-    formula = Formula(codes, _levels(), (Grid(scale, field, (1, size)),))
+    formula = Formula(codes, of_levels(), (Grid(scale, field, (1, size)),))
     kind = "MXFP4" if size == OF_MX else "NVFP4"
     return parts.group(name, kind, parts.settings.dtype, codes.shape, formula)
 
 
-def _with_whole(parts: PackedParts, name: str, given: TensorRef) -> Field:
-    """Return the scales of groups of 16 with that of the whole tensor."""
+def with_whole(parts: PackedParts, name: str, given: Field) -> Field:
+    """Return the scales of groups with that of the whole tensor. Raises Refused where it is not one."""
     divides = f"{name}_global_scale" in parts.tensors
     whole = parts.of(f"{name}_global_scale" if divides else f"{name}_scale_2", "float32")
     parts.require(whole.numel == 1, parts.lead, "has more than one global scale")
@@ -251,7 +252,7 @@ def _with_whole(parts: PackedParts, name: str, given: TensorRef) -> Field:
             products: NDArray[Any] = values / by if divides else values * by
         return products
 
-    return replace(numbers(elements(given)).each(both), storages=(given.storage, whole.storage))
+    return replace(numbers(given).each(both), storages=(*given.storages, whole.storage))
 
 
 # ---- fp8 and int8 with scales, by tensor, channel, group or block
@@ -307,7 +308,7 @@ def grid_over(parts: PackedParts, name: str, shape: Sizes) -> tuple[Grid, str]:
     cut = [axis for axis, (n, s) in enumerate(zip(shape, tensor.shape, strict=True)) if 1 < s != n]
     sizes = _blocks(parts, shape, tensor.shape, cut)
     block = tuple(
-        sizes[axis] if axis in cut else (1 if s == n else max(n, 1))
+        1 if axis not in sizes and s == n else min(sizes.get(axis, n), max(n, 1))
         for axis, (n, s) in enumerate(zip(shape, tensor.shape, strict=True))
     )
     counts = tuple(-(-n // size) if n else s for n, size, s in zip(shape, block, tensor.shape, strict=True))
@@ -334,10 +335,10 @@ def _blocks(parts: PackedParts, shape: Sizes, scales: Sizes, cut: list[int]) -> 
     last = len(shape) - 1
     if not set(cut) <= {last - 1, last}:
         raise parts.refused(f"there are {list(scales)} scales for {list(shape)}, cut along an outer axis")
-    if cut == [last]:
-        is_block = last > 0 and scales[last - 1] == 1 != shape[last - 1]  # not groups of each row
-        return {last: _group_size(parts, shape[last], scales[last], is_block)}
+    is_block = last > 0 and scales[last - 1] == 1 != shape[last - 1]  # not groups of each row
     sizes = next(_pairs(parts), (USUAL_BLOCK, USUAL_BLOCK))
+    if cut == [last] and not (is_block and shape[last - 1] > sizes[0]):
+        return {last: _group_size(parts, shape[last], scales[last], is_block)}
     return dict(zip((last - 1, last), sizes, strict=True)) if cut else {}
 
 
@@ -403,7 +404,7 @@ MAX_STATE = 1 << 16  # bytes of settings of one tensor
 def of_state(parts: PackedParts, name: str) -> Group:
     """Return a weight with its statistics as a group; the lead is the table of its settings."""
     kind = parts.lead.rpartition("__")[2].upper()
-    weight, said = parts.need(name), _settings(parts, parts.lead)
+    weight, said = parts.need(name), read_settings(parts, parts.lead)
     shape, dtype, size = _shape(parts, said), _dtype(parts, said), _count(parts, said, "blocksize")
     parts.lead = name
     count = extent(shape) if 0 not in shape else 0
@@ -425,7 +426,8 @@ def _in_bytes(weight: TensorRef) -> TensorRef:
     return replace(weight, dtype=DTYPES["uint8"], shape=shape, stride=(1,), offset=offset)
 
 
-def _settings(parts: PackedParts, name: str) -> dict[str, Any]:
+def read_settings(parts: PackedParts, name: str) -> dict[str, Any]:
+    """Return the settings that a tensor holds as text. Raises Refused where it is no JSON object."""
     tensor = parts.of(name, "uint8")
     parts.require(len(tensor.shape) == 1 and tensor.numel <= MAX_STATE, name, "is too long for settings")
     try:

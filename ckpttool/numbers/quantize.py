@@ -24,7 +24,7 @@ from ..rooms import need
 from .formula import Field, Grid, Sizes, boxes_in, elements, numbers
 from .integers import levels_of
 from .lookup import rounded_to_fp8
-from .recognise import PackedState, recognise, unknown, without_subclasses
+from .recognise import PackedState, recognise, unknown, without_packing
 from .settings import packing_beside
 
 
@@ -91,7 +91,7 @@ def dequantize(
         return dict(plain.get(str(key), (key, value)) for key, value in stay)
 
     new, reports = replace_state(checkpoint, target, change), [caster.report for caster in casters.values()]
-    new = replace(new, metadata=without_subclasses(checkpoint.metadata))
+    new = replace(new, metadata=without_packing(checkpoint.metadata))
     if dtype is not None:
         with suppress(NothingToDo):  # the others have that type already
             new, report = cast(new, dtype, state=state)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.module_tree import COMFY_TEXT
 from ..core.checkpoint.settings import Scheme
 from ..core.checkpoint.special_tensors import attributes, torch_dtype
 from ..core.checkpoint.state import State
@@ -24,6 +25,7 @@ from ..core.remote import urls
 from ..core.tensors.ref import DTYPES, DType, TensorRef
 from ..errors import CkptToolError, Refused, Unsupported
 from . import integers
+from .declared import MARK, declared
 from .integers import scaled
 from .lookup import Strips
 from .settings import Group, PackedParts, QuantizationSettings, packing_beside
@@ -98,11 +100,11 @@ def subclasses(state: State, metadata: Mapping[str, str]) -> Iterator[Subclass]:
             yield _apart(name, said, state.tensors)
 
 
-def without_subclasses(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts of a header without those that describe tensors taken apart."""
+def without_packing(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of a header without those that describe packed tensors."""
     names = _json(metadata.get("tensor_names"))
     told = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    gone = {"tensor_names", *told} if told else ()
+    gone = {COMFY_TEXT, *(("tensor_names", *told) if told else ())}
     return {name: text for name, text in metadata.items() if name not in gone}
 
 
@@ -159,6 +161,7 @@ PARTS = (
     *(".nested_absmax", ".nested_quant_map", ".scale_weight", ".qscale_weight"),
     *(".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale"),
     *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    *(".pre_quant_scale", ".weight_s_rel", ".weight_s_channel", ".weight_codebook", MARK),
 )
 # Ends of names of what only quantised layers have, for their activations and the cache of keys and values.
 ACTIVATIONS = re.compile(
@@ -168,12 +171,12 @@ ACTIVATIONS = re.compile(
 
 
 # Names of tensors whose values are read to know how others are packed.
-READ = re.compile(rf"[._]g_idx$|_shape$|_format$|quant_map$|{re.escape(integers.STATE)}")
+READ = re.compile(rf"[._]g_idx$|_shape$|_format$|_quant$|quant_map$|{re.escape(integers.STATE)}")
 
 NONE = QuantizationSettings()
 
 # Types of what holds codes, or the settings of bitsandbytes
-HOLDING = {"int32", "uint8", "int8", *(name for name in DTYPES if name.startswith("float8"))}
+HOLDING = {"int32", "uint32", "uint8", "int8", *(name for name in DTYPES if name.startswith("float8"))}
 
 Make = Callable[[PackedParts], Group]
 
@@ -221,13 +224,21 @@ def recognise(checkpoint: Checkpoint, state: State) -> PackedState:
     makers |= {lead: each.group for lead, each in apart.items()}
     parts = {name for name in tensors if name.endswith(PARTS) or integers.STATE in name}
     bare = {name: tensor.dtype.name for name, tensor in tensors.items() if "float8" in tensor.dtype.name}
-    if not makers and not parts:
-        return PackedState(bare=(*bare,))
     settings, faults = NONE, list[CkptToolError]()
+    try:
+        said = declared(checkpoint, state)
+    except CkptToolError as fault:  # which the caller raises or shows
+        said, faults = {}, [fault]
+    if not makers and not parts and not said and not faults:
+        return PackedState(bare=(*bare,))
+    for lead in makers if said is not None else ():
+        why = f"what is in the file says how others are packed, and nothing of '{lead[:200]}'"
+        makers[lead] = partial(_refuse, why)
+    makers |= {name: each.group for name, each in (said or {}).items()}
     try:
         settings = packing_beside(path)
         faults += unknown(path, settings)
-    except CkptToolError as fault:  # which the caller raises or shows
+    except CkptToolError as fault:
         faults.append(fault)
     urls.expect(tensor.storage for name, tensor in tensors.items() if READ.search(name))
     groups: list[Group] = []
@@ -252,27 +263,17 @@ def recognise(checkpoint: Checkpoint, state: State) -> PackedState:
     return PackedState(tuple(groups), unused if groups else (), (*bare,), tuple(faults), settings, of_packed)
 
 
-def require_unpacked(
-    checkpoint: Checkpoint,
-    state: State,
-    why: str = "its codes can't be laid out without their scales",
-    dtype: str = "bfloat16",
-    names: Collection[str] | None = None,
-) -> None:
-    """Raise Refused where a tensor of a state is packed: its codes and scales are numbers only together.
+def first_packed(checkpoint: Checkpoint, state: State, names: Collection[str] | None) -> str | None:
+    """Return the first tensor of a state that is packed; of some names, the first that belongs to one."""
+    if names is not None:
+        return next(filter(recognise(checkpoint, state).used.__contains__, names), None)
+    leads = (lead for lead, _ in _leads(state.tensors))
+    apart = (each.name for each in subclasses(state, checkpoint.metadata))
+    return next(chain(leads, apart, declared(checkpoint, state) or ()), None)
 
-    Args:
-        names: those that are asked about, codes or scales; None for all of the state.
-    """
-    if names is None:
-        leads = (lead for lead, _ in _leads(state.tensors))
-        name = next(chain(leads, (each.name for each in subclasses(state, checkpoint.metadata))), None)
-    else:
-        name = next(filter(recognise(checkpoint, state).used.__contains__, names), None)
-    if name is not None:
-        path = shlex.quote(checkpoint.path)
-        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"
-        raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
+
+def _refuse(why: str, parts: PackedParts) -> Group:
+    raise Refused(parts.path, why)
 
 
 def _module(name: str) -> str:
@@ -321,6 +322,13 @@ def _scheme(tensors: Mapping[str, TensorRef], name: str, tensor: TensorRef) -> M
         return lambda parts: integers.of_experts(parts, experts)
     if tensor.dtype.name == "int8" and f"{stem}.SCB" in tensors:
         return lambda parts: integers.by_largest(parts, f"{stem}.SCB")
+    if tensor.dtype.name == "uint32":
+        is_mlx = {f"{stem}.scales", f"{stem}.biases"} <= tensors.keys()
+        return (
+            partial(_refuse, f"'{name[:200]}' is packed as MLX packs, which is not read here")
+            if is_mlx
+            else None
+        )
     if tensor.dtype.name != "int32" and (scale := integers.scale_of(tensors, name)) is not None:
         return lambda parts: integers.scaled(parts, scale)
     return None

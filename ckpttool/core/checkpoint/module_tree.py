@@ -16,6 +16,7 @@ from ..tensors.ref import TensorRef
 from .state import BUFFERS
 
 KINDS_TEXT = "batchnorm.kinds"  # its name in the header
+COMFY_TEXT = "_quantization_metadata"  # that of ComfyUI's settings of packed layers
 
 
 EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared", "embeddings"}
@@ -26,11 +27,15 @@ POSITIONS = {"wpe", "shared", "embeddings"}
 
 def kinds_in(metadata: Mapping[str, str]) -> dict[Any, object]:
     """Return layer -> kind, as a conversion has recorded them; whatever else is there counts for nothing."""
+    return _object(metadata, KINDS_TEXT)
+
+
+def _object(metadata: Mapping[str, str], name: str) -> dict[Any, Any]:
     try:
-        kinds = json.loads(metadata.get(KINDS_TEXT, "{}"))
+        said = json.loads(metadata.get(name, "{}"))
     except (ValueError, RecursionError):
         return {}
-    return kinds if isinstance(kinds, dict) else {}
+    return said if isinstance(said, dict) else {}
 
 
 def with_kinds(metadata: Mapping[str, str], kinds: Mapping[str, object]) -> dict[str, str]:
@@ -42,15 +47,23 @@ def with_kinds(metadata: Mapping[str, str], kinds: Mapping[str, object]) -> dict
 def moved_kinds(
     metadata: Mapping[str, str], keys: Iterable[str], kept: Iterable[str], module: Callable[[str], str] = str
 ) -> Mapping[str, str]:
-    """Return the texts of a header with layers under their new paths in the record of kinds.
+    """Return the texts of a header with layers under their new paths, in the record of kinds and ComfyUI's.
 
     A layer that had keys and keeps none is left out; others without keys stay.
     """
-    if not (kinds := kinds_in(metadata)):
+    said, kinds = _object(metadata, COMFY_TEXT), kinds_in(metadata)
+    layers = said.get("layers")
+    if not kinds and not isinstance(layers, dict):
         return metadata
     before, after = ({key.rpartition(".")[0] for key in names} for names in (keys, kept))
     gone = before - after
-    return with_kinds(metadata, {module(path): kind for path, kind in kinds.items() if path not in gone})
+
+    def moved(of_layers: Mapping[str, object]) -> dict[str, object]:
+        return {module(path): value for path, value in of_layers.items() if path not in gone}
+
+    if isinstance(layers, dict):
+        metadata = {**metadata, COMFY_TEXT: json.dumps({**said, "layers": moved(layers)})}
+    return with_kinds(metadata, moved(kinds)) if kinds else metadata
 
 
 def orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:

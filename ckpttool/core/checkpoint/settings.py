@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import CkptToolError, Damaged
+from ...errors import CkptToolError, Damaged, MissingRoom, Refused
 from ...rooms import find
 from ..remote.places import exists, is_folder, open_source_at
 from ..system import join
 from ..words import counted
 from .checkpoint import Checkpoint
+from .module_tree import COMFY_TEXT
 from .state import State
 
 MAX_BYTES = 16 << 20
@@ -70,8 +73,33 @@ def require_unpacked(
     Args:
         names: those that are asked about, codes or scales; None for all of the state.
     """
-    if numbers := find("numbers.recognise"):  # many modules, which are imported only where it is asked
-        numbers.require_unpacked(checkpoint, state, why, dtype, names)
+    numbers = find("numbers.recognise")  # many modules, which are imported only where it is asked
+    name = (numbers.first_packed if numbers else _first_like_packed)(checkpoint, state, names)
+    if name is not None:
+        path = shlex.quote(checkpoint.path)
+        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"
+        if not numbers:
+            hint = MissingRoom("numbers").hint
+        raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
+
+
+# What codes are held in, and what stands beside them: as much as the core knows where the room is not there.
+HOLDING = ("int32", "uint32", "uint8", "int8", "float8", "float4")
+BESIDE = re.compile(
+    r"(?i)(.+[._])?(q?scales?(_inv|_weight|_2)?|qzeros|scb|comfy_quant|weight\.absmax|weight\.quant_.+)"
+)
+
+
+def _first_like_packed(checkpoint: Checkpoint, state: State, names: Collection[str] | None) -> str | None:
+    tensors, is_declared = state.tensors, COMFY_TEXT in checkpoint.metadata
+    holding = {_module(name) for name, each in tensors.items() if each.dtype.name.startswith(HOLDING)}
+    scaled = holding if is_declared else {_module(name) for name in tensors if BESIDE.fullmatch(name)}
+    those = tensors if names is None else names
+    return next((name for name in those if _module(name) in holding & scaled), None)
+
+
+def _module(name: str) -> str:
+    return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
