@@ -76,10 +76,8 @@ def require_unpacked(
     numbers = find("numbers.recognise")  # many modules, which are imported only where it is asked
     name = (numbers.first_packed if numbers else _first_like_packed)(checkpoint, state, names)
     if name is not None:
-        path = shlex.quote(checkpoint.path)
-        hint = f"make it plain: ckpttool convert {path} plain.safetensors --dequantize --dtype {dtype}"
-        if not numbers:
-            hint = MissingRoom("numbers").hint
+        plain = f"convert {shlex.quote(checkpoint.path)} plain.safetensors --dequantize --dtype {dtype}"
+        hint = f"make it plain: ckpttool {plain}" if numbers else MissingRoom("numbers").hint
         raise Refused(checkpoint.path, f"'{name[:200]}' is packed, and {why}", hint=hint)
 
 
