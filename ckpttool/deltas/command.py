@@ -110,6 +110,7 @@ def apply(job: options.WriteJob, to: str | None, full: bool) -> None:
     Example:
       ckpttool apply step-100.pt step-200.delta.safetensors step-200.pt
     """
+    from ..core import formats
     from . import writing
 
     base, *deltas = job.inputs
@@ -122,7 +123,9 @@ def apply(job: options.WriteJob, to: str | None, full: bool) -> None:
             return writing.apply(base, deltas, lazily=not job.dry_run, **bar.calls)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)
+        with formats.open(base) as older:
+            before = older.found_state()
+        return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False, before=before)
 
     verify = job.verify or None  # the digest is compared while it is written, also with --no-verify
     rewrite(job, transform, opening=opening, to=to, full=full or None, verify=verify, needed=())

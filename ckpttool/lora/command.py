@@ -36,13 +36,15 @@ def merge_lora(job: options.WriteJob, adapter: str) -> None:
     of kohya's, whose layers are looked up in BASE, and refused where two fit. Each value is computed
     in float64 and rounded once to the weight's own type, a few rows at a time; tensors that ADAPTER holds
     whole take that of the model's, too. A layer tied to a module that ADAPTER holds whole keeps BASE's values
-    and is written apart, so config.json must then say "tie_word_embeddings": false. DoRA and other kinds that
-    do more than add a product are refused by name.
+    and is written apart, so config.json must then say "tie_word_embeddings": false; a copy of an updated
+    matrix that it says is tied changes with it. A vocabulary that grew is taken over where ADAPTER holds both
+    matrices whole. DoRA and other kinds that do more than add a product are refused by name.
 
     \b
     Example:
       ckpttool merge-lora model.safetensors adapter merged.safetensors
     """
+    from ..core.checkpoint.settings import config_of, said_of
     from . import merge
     from .adapter import open_adapter
 
@@ -51,7 +53,8 @@ def merge_lora(job: options.WriteJob, adapter: str) -> None:
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, merged = merge.merge_lora(checkpoint, opened, state=target.state)
         done = f"added {counted(len(merged.updated), 'update')} of {adapter}"
-        settings = {"tie_word_embeddings": False} if merged.untied else {}
+        said = said_of(config_of(job.input), name := "tie_word_embeddings")
+        settings = dict.fromkeys(said or (name,), False) if merged.untied else {}
         return new, Outcome(done, casting=merged.casting, settings=settings, result=merged)
 
     with opened.checkpoint:

@@ -19,7 +19,7 @@ from typing import Any
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.checksums import Checksums
 from ..core.checkpoint.keys import stripping
-from ..core.checkpoint.module_tree import EMBEDDINGS, POSITIONS, orientations
+from ..core.checkpoint.module_tree import EMBEDDINGS, POSITIONS, is_embedding, is_output, orientations
 from ..core.checkpoint.settings import config_of
 from ..core.checkpoint.special_tensors import require_plain
 from ..core.checkpoint.state import State
@@ -32,7 +32,6 @@ from ..core.tensors.values import require_bounded, same_values
 from ..core.words import counted, noted
 from ..errors import NothingToDo, Refused, UsageFault
 from .adapter import PREFIX
-from .merge import is_embedding, is_output
 
 WHOLE = 1 << 20  # elements up to which a matrix is decomposed whole
 HELD = 1 << 23  # elements up to which the difference stays in memory between passes

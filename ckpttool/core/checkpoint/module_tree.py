@@ -25,6 +25,16 @@ EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddi
 POSITIONS = {"wpe", "shared", "embeddings"}
 
 
+def is_embedding(name: str) -> bool:
+    """Return whether a name is that of the weight of an embedding of tokens, as transformers names them."""
+    return name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS
+
+
+def is_output(name: str) -> bool:
+    """Return whether a name is that of the weight of a layer whose outputs are tokens."""
+    return f".{name}".endswith(".lm_head.weight")
+
+
 def kinds_in(metadata: Mapping[str, str]) -> dict[Any, object]:
     """Return layer -> kind, as a conversion has recorded them; whatever else is there counts for nothing."""
     return _object(metadata, KINDS_TEXT)

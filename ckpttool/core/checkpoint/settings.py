@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from ...errors import CkptToolError, Damaged, MissingRoom, Refused
 from ...rooms import find
 from ..remote.places import exists, is_folder, open_source_at
 from ..system import join
+from ..tensors.ref import PLAIN_FLOATS
 from ..words import counted
 from .checkpoint import Checkpoint
-from .module_tree import COMFY_TEXT
+from .module_tree import COMFY_TEXT, is_embedding, is_output
 from .state import State
 
 MAX_BYTES = 16 << 20
@@ -56,6 +58,63 @@ def config_of(base: str) -> Mapping[str, Any]:
         return settings_beside(base, "config.json")[1]
     except CkptToolError:
         return {}
+
+
+# ---- What settings say of the tensors beside them
+
+
+def said_of(model: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return what a model's settings of these names say, at the top and in sections, by dotted names."""
+    inner = {f"{key}.": value for key, value in model.items() if key not in SECTIONS}
+    sections = {"": model, **{key: value for key, value in inner.items() if isinstance(value, Mapping)}}
+    return {f"{at}{name}": said[name] for at, said in sections.items() for name in names if name in said}
+
+
+def true_settings(model: Mapping[str, Any], before: State, after: State) -> dict[str, object]:
+    """Return the settings that changed tensors make untrue, by dotted names, with what is true of them.
+
+    These are the type of the numbers, how many tokens the model knows, and that its output layer is tied.
+
+    Args:
+        model: what the settings say.
+        before: the state that they were written for.
+        after: the state that they are copied for.
+    """
+    found: dict[str, object] = {}
+    was, types = _types(before), _types(after)
+    if types and (types[0] not in was[:1] or len(types) < len(was)):
+        named = said_of(model, "torch_dtype", "dtype")
+        found |= {place: types[0] for place, value in named.items() if value in PLAIN_FLOATS}
+    old, new = _words(before), _words(after)
+    if old is not None and new is not None:
+        sizes = said_of(model, "vocab_size")
+        found |= {place: new for place, value in sizes.items() if value == old}
+    if _ties_words(after) and not _ties_words(before):
+        name = "tie_word_embeddings"
+        found |= dict.fromkeys(said_of(model, name) or (name,), True)
+    known = said_of(model, *(place.rpartition(".")[2] for place in found))
+    return {place: value for place, value in found.items() if known.get(place) != value}
+
+
+def _types(state: State) -> list[str]:
+    """Return the types of floats that need no scales, that of most elements first."""
+    counts: Counter[str] = Counter()
+    for tensor in state.tensors.values():
+        counts[tensor.dtype.name] += tensor.numel
+    return [name for name, _ in counts.most_common() if name in PLAIN_FLOATS]
+
+
+def _words(state: State) -> int | None:
+    """Return for how many tokens the embeddings are; None where that is not clear."""
+    shapes = {tensor.shape for name, tensor in state.tensors.items() if is_embedding(name)}
+    rows = {shape[0] for shape in shapes if len(shape) == 2}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _ties_words(state: State) -> bool:
+    """Return whether an output layer is another name of an embedding."""
+    views = {tensor.view for name, tensor in state.tensors.items() if is_embedding(name)}
+    return any(tensor.view in views for name, tensor in state.tensors.items() if is_output(name))
 
 
 # ---- Numbers packed in few bits with scales, as far as every transform has to know them

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CkptToolError, UsageFault
+from ...errors import UsageFault
 from . import options
 from .console import counted
 from .rewriting import Change, Outcome, Target, rewrite, rewritten
@@ -75,8 +74,6 @@ def convert(job: options.WriteJob, full: bool, keep_copies: bool, to: str | None
         if next(iter(checkpoint.tensors()), None) is None:
             outcome.notes.append(f"{checkpoint.path} holds no tensor")
         conversion = Conversion(job, target, outcome, checkpoint, checkpoint, dtype)
-        if dtype is not None:
-            _name_dtype(conversion, dtype)
         options.added(changes, conversion, when="first")
         _choose(conversion, changes)
         options.added(changes, conversion)
@@ -116,25 +113,6 @@ def _cast(conversion: Conversion) -> None:
     conversion.checkpoint, report = cast(conversion.checkpoint, dtype, state=conversion.target.state)
     outcome.casting = report if outcome.casting is None else CastReports(reports=[outcome.casting, report])
     outcome.done += f", {counted(report.tensors, 'tensor')} cast to {dtype.name}"
-
-
-def _name_dtype(conversion: Conversion, dtype: DType) -> None:
-    """Have a config.json that is copied along name the type of the numbers, wherever it names one."""
-    from ..checkpoint.settings import SECTIONS, settings_beside
-    from ..tensors.ref import PLAIN_FLOATS
-
-    model: dict[str, Any] = {}
-    if conversion.job.companions:
-        with suppress(CkptToolError):  # there may be none that can be read
-            model = settings_beside(conversion.original.path, "config.json")[1]
-    within = {f"{name}.": value for name, value in model.items() if name not in SECTIONS}
-    named = [
-        f"{at}{name}"
-        for at, section in {"": model, **within}.items()
-        for name in ("torch_dtype", "dtype")
-        if isinstance(section, Mapping) and section.get(name) in PLAIN_FLOATS
-    ]
-    conversion.outcome.settings = {**conversion.outcome.settings, **dict.fromkeys(named, dtype.name)}
 
 
 def _described(checkpoint: Checkpoint, metadata: dict[str, str], target: Target) -> Checkpoint:

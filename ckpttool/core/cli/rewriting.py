@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import time
@@ -18,6 +19,7 @@ from .schemas import NAMES, Fields, fields_like
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.state import State
     from ..formats import Saved
     from ..formats.destination import Destination
     from ..tensors.cast import CastReport
@@ -61,6 +63,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)  # said when the output is written
     table: Sequence[str] = ()  # lines of the result after the first, which says what was written
     settings: Mapping[str, object] = field(default_factory=dict)  # what a config.json copied along must say
+    before: State | None = None  # what it was written for; None for the state that was read
     untrue: Sequence[str] = ()  # companions that are not true of the output, and are not copied along
     result: object = None  # the library's report; its fields go into the JSON, and into notes
     fields: Mapping[str, object] = field(default_factory=dict)  # more of the JSON
@@ -194,6 +197,7 @@ def rewrite(
             outcome.notes += _of_the_same_dict(checkpoint, new, choices["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
+        outcome.settings = {**_untrue(job, checkpoint, new, outcome, place.path), **outcome.settings}
         with console.bar("writing") as bar:
             saved = formats.save(new, place.path, kept=companions.names, **bar.calls, **choices)
     if piece:
@@ -206,6 +210,25 @@ def rewrite(
             "entry of ckpttool's own; without --full dcp.load finds them too"
         )
     _report(job, outcome, saved, companions, time.perf_counter() - started)
+
+
+def _untrue(
+    job: WriteJob, old: Checkpoint, new: Checkpoint, outcome: Outcome, path: str
+) -> dict[str, object]:
+    """Return what a config.json must say of other tensors; note it where that is not copied but stays."""
+    from ..checkpoint.settings import config_of, true_settings
+    from ..formats.folders import is_in_place
+
+    stays = is_in_place(old, path)
+    before, after = outcome.before or old.found_state(), new.found_state()
+    if not (stays or job.companions) or before is None or after is None:
+        return {}
+    untrue = true_settings(config_of(job.input), before, after)
+    if outcome.settings.get("quantization_config"):  # what is left of floats says nothing of the rest
+        untrue = {name: value for name, value in untrue.items() if not name.endswith("dtype")}
+    for name, value in untrue.items() if stays else ():
+        outcome.notes.append(f'config.json beside the output must have "{name}": {json.dumps(value)}')
+    return untrue
 
 
 def _refuse_state(state: str | None, path: str, output: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from ...errors import Damaged, Refused, Unsupported
 from ..checkpoint import full
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..checkpoint.module_tree import is_embedding
 from ..files.copying import MOST_PIECES, Output, is_tiny
 from ..inert_pickle.values import OrderedDict_
 from ..tensors import ref
@@ -254,9 +255,13 @@ def _write(tiny: list[tuple[int, ref.ByteRange]], out: Output) -> None:
 
 
 def ties(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that are another name of a tensor: name -> the first name of that tensor."""
+    """Return the names that are another name of a tensor: name -> the first name of that tensor.
+
+    Of an embedding and what is tied to it, that is the embedding's, which transformers reads.
+    """
+    ordered = [*filter(is_embedding, tensors), *tensors]
     first: dict[tuple[object, ...], str] = {}
-    first_of = {name: first.setdefault(tensor.view, name) for name, tensor in tensors.items() if tensor.numel}
+    first_of = {name: first.setdefault(tensors[name].view, name) for name in ordered if tensors[name].numel}
     free = (name for name in first_of if name not in metadata and name not in RESERVED)
     return {name: first_of[name] for name in free if first_of[name] != name}
 
