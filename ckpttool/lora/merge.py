@@ -90,6 +90,7 @@ def merge_lora(
     """
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be added to")
+    require_plain(adapter.checkpoint.path, adapter.checkpoint.state().likes, "can't be added")
     merging = _Merging(checkpoint, target, adapter)
     return replace_state(checkpoint, target, merging.container), merging.report
 

@@ -13,6 +13,7 @@ from operator import attrgetter
 from ..core.checkpoint.checkpoint import Checkpoint, require_all
 from ..core.checkpoint.checksums import Checksums, expect, reads_of, tensors_that_differ, with_parts
 from ..core.checkpoint.keys import stripping
+from ..core.checkpoint.special_tensors import PLACEHOLDER, WRITTEN_BY_ALL
 from ..core.checkpoint.state import parts_beside
 from ..core.files import digest as hashing
 from ..core.files.commit import reason
@@ -202,8 +203,9 @@ class FileProblem:
 
     Attributes:
         kind: `checksum`, `frame` (the bytes around a record), `non-finite`, `torch` (a remark of the reader),
-            `ranks` (ranks differ), `code` (a name that could run, or a record that nothing refers to), or the
-            difference from another file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
+            `ranks` (ranks differ, or have its values), `code` (a name that could run, or a record that
+            nothing refers to), or the difference from another file: `only-here`, `only-there`, `form` (dtype
+            or shape) or `values`.
         name: the tensor or record.
         message: the problem, to be read after the name.
     """
@@ -405,6 +407,7 @@ def verify(
         problems += [FileProblem("checksum", n, MISMATCH + where.format(s.data.path)) for n, s in damaged]
         problems += coverage.problems
         problems += _parts(checkpoint)
+        problems += _left_empty(checkpoint)
         if finite:
             infinite = "of its values are NaN or infinite"
             problems += [FileProblem("non-finite", n, f"{c} {infinite}") for n, c in non_finite.items()]
@@ -424,6 +427,15 @@ def _code(checkpoint: Checkpoint, strays: list[FileProblem]) -> list[FileProblem
     running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
     problems = [FileProblem("code", name, "could run, when loaded without weights_only") for name in running]
     return problems if checkpoint.format == torch_zip.TORCHSCRIPT else strays + problems
+
+
+def _left_empty(checkpoint: Checkpoint) -> Iterator[FileProblem]:
+    """Yield the parameters that ZeRO-3 left empty, in a file that is none of DeepSpeed's own."""
+    state = checkpoint.found_state()
+    for name, like in state.likes.items() if state else ():
+        if like.kind == PLACEHOLDER and like.shape is None:
+            message = f"is empty, as ZeRO-3 leaves it on each rank: {WRITTEN_BY_ALL}"
+            yield FileProblem("ranks", name, message)
 
 
 def _parts(checkpoint: Checkpoint) -> list[FileProblem]:

@@ -27,6 +27,10 @@ SHARDED = ("DTensor", "ShardedTensor")
 MAX_NAMED = 8
 
 PLACEHOLDER = "ZeRO-3 placeholder"
+WRITTEN_BY_ALL = (
+    "the values are in the folder that DeepSpeed's save_checkpoint wrote: ckpttool merge FOLDER "
+    "out.safetensors; or gather them before saving: stage3_gather_16bit_weights_on_model_save"
+)
 UNINITIALISED = "uninitialised"
 
 
@@ -118,6 +122,8 @@ def _ways_out(path: str, likes: Mapping[str, SpecialTensor], holds: bool) -> str
     folder, path = shlex.quote(os.path.dirname(path) or "."), shlex.quote(path)
     kinds = {like.kind for like in likes.values() if like.is_piece}
     if PLACEHOLDER in kinds:
+        if not any(like.shape for like in likes.values()):  # which no file of DeepSpeed's own says
+            return WRITTEN_BY_ALL
         return f"the values are in the files of all ranks: ckpttool merge {folder} out.safetensors"
     if kinds:
         keep = f"or keep this rank's piece: ckpttool convert {path} out.pt"

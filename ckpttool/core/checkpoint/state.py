@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import chain, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Collision, Damaged, NoState, Refused, Unsupported
@@ -238,10 +239,15 @@ def places_of(root: object, value: object) -> list[Path]:
 def stand_ins(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:
     """Return the empty tensors of a state that stand for parameters in other files."""
     # Names that are not listed were renamed since: when none is listed, every empty float tensor counts.
-    tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
+    # Without a list, as in a `state_dict()` that was not gathered, weights do, if they are half of all.
+    tensors = {str(key): plain_tensor(value) for key, value in container.items()}
     empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
     listed = [name for name in tensors if name in elsewhere]
     floats = {name for name, tensor in empty.items() if "float" in tensor.dtype.name}
+    if not elsewhere:
+        floats = {name for name in floats if name.endswith("weight")}
+        weights = sum(name.endswith("weight") for name in tensors)
+        floats = floats if 2 * len(floats) >= weights else set()
     missing = [name for name in empty if name in elsewhere or (not listed and name in floats)]
     return {name: special_tensors.placeholder(empty[name], elsewhere.get(name)) for name in missing}
 
@@ -401,7 +407,8 @@ def make_state(
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
     likes: dict[str, SpecialTensor] = {}
-    if {*map(type, container)} <= {str} and {*map(type, container.values())} == {TensorRef} and not elsewhere:
+    are_plain = {*map(type, container)} <= {str} and {*map(type, container.values())} == {TensorRef}
+    if are_plain and not elsewhere and (0,) not in map(attrgetter("shape"), container.values()):
         tensors.update(container)  # type: ignore[arg-type]
     else:
         empty = stand_ins(container, elsewhere or {})
