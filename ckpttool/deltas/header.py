@@ -225,6 +225,8 @@ def _entry(name: str, value: Any) -> DeltaEntry:
     sums = [said.get("crc32"), *parts.values(), *([said.get("base_crc32")] if "base" in said else [])]
     if PARTS.get(kind) != len(parts) or not all(map(_is_crc, sums)) or (kind == NEW) != (base is None):
         raise BadHeader(f"has a malformed entry for '{name[:80]}'")
+    if kind == SAME and sums[0] != sums[-1]:
+        raise BadHeader(f"says that '{name[:80]}' is the base's, with another checksum")
     of_base = () if base is None else (_text(base), sums[-1])
     return DeltaEntry(kind, dtype, tuple(shape), sums[0], digest, parts, *of_base)
 

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from ..core.checkpoint.special_tensors import require_plain
 from ..core.checkpoint.state import elsewhere
 from ..core.files.digest import digest_of, tensor_digests
 from ..core.files.threads import Progress
+from ..core.formats import safetensors
 from ..core.formats.destination import Saved, format_of_name
 from ..core.formats.output import OutputPlace
 from ..core.formats.reading import File, open_alone, opened
 from ..core.formats.reading import open as open_any
-from ..core.formats.safetensors import NAME as SAFETENSORS
 from ..core.formats.saving import save
 from ..core.formats.strangers import unwritable
 from ..core.inert_pickle.values import OrderedDict_
@@ -120,7 +120,7 @@ def delta(
         True
     """
     name = os.fspath(path)
-    if not os.path.isdir(name) and (format_of_name(name) not in (None, SAFETENSORS) or unwritable(name)):
+    if not os.path.isdir(name) and (format_of_name(name) not in (None, safetensors.NAME) or unwritable(name)):
         hint = f"name it {shlex.quote(os.path.splitext(name)[0])}.safetensors"
         raise UsageFault(f"{name}: a delta is a file of safetensors, and its name says otherwise", hint=hint)
     with opened(base) as older, opened(new) as newer:
@@ -135,7 +135,7 @@ def delta(
         file, entries, digest = _patch(job, state) if layout == VLLM else _delta(job)
         _require_unchanged(before, _versions(older, newer))
         choices: dict[str, Any] = {"verify": verify, "force": force, "dry_run": dry_run}
-        saved = save(file, name, to=SAFETENSORS, needed=(older,), **choices)
+        saved = save(file, name, to=safetensors.NAME, needed=(older,), **choices)
         if verify and layout is None and not dry_run and name != "-":
             _require_same(job, name)
         kinds = Counter(entry.kind for entry in entries.values())
@@ -175,7 +175,10 @@ def _delta(job: _Job) -> Made:
 
 
 def _digest_of_state(
-    checkpoint: Checkpoint, storages: Mapping[str, TensorRef], values: Mapping[str, str], progress: Progress
+    checkpoint: Checkpoint,
+    storages: Mapping[str, TensorRef],
+    values: Mapping[str, str],
+    progress: Progress | None,
 ) -> str | None:
     """Return the digest of a checkpoint's state; None where it has none, or it can't be said which.
 
@@ -194,6 +197,23 @@ def _digest_of_state(
     of_view = {state[name].view: value.decode() for name, value in read}
     known |= {name: of_view[each.view] for name, each in state.items() if name not in known}
     return digest_of(state, known)
+
+
+def false_digests(made: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of which a delta states another digest than they have, and how that is said.
+
+    Last comes the state of the model, if its digest is another.
+    """
+    source = made.shards[-1]
+    header = read_header(safetensors.read(source))
+    flat = full.encode_entry(made.path, made.tree, made.protocol)
+    values = {name: value.decode() for name, value in tensor_digests(flat.tensors, progress)}
+    for name, entry in header.tensors.items():
+        if values.get(name) != entry.digest:
+            yield name, f"its bytes do not match their digest (in {source.path})"
+    found = made.found_state()
+    if header.digest not in (None, _digest_of_state(made, flat.tensors, values, progress)):
+        yield found.where if found else "", f"has another digest than {source.path} states"
 
 
 def _state_of(checkpoint: Checkpoint) -> Mapping[str, TensorRef] | None:
@@ -272,7 +292,7 @@ def _is_whole(tensor: TensorRef) -> bool:
 
 
 def _file(source: Source, made: Encoded, texts: Mapping[str, str]) -> Checkpoint:
-    return Checkpoint(source, SAFETENSORS, OrderedDict_(made.tensors), metadata=texts)
+    return Checkpoint(source, safetensors.NAME, OrderedDict_(made.tensors), metadata=texts)
 
 
 def _versions(*checkpoints: Checkpoint) -> dict[str, tuple[object, ...]]:

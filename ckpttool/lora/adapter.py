@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from sys import float_info
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..core.remote.places import exists, is_file
 from ..core.remote.urls import canonical
 from ..core.system import join
 from ..core.tensors.ref import TensorRef
-from ..errors import Damaged, Refused, Unreadable, Unsupported, UsageFault
+from ..errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported, UsageFault
 
 CONFIG = "adapter_config.json"
 OF_DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
@@ -167,6 +168,42 @@ class Adapter:
         what = f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack"
         hint = f"take it out: ckpttool rename-keys {file} {file} --force --map {wanted}"
         return Unsupported(self.checkpoint.path, what, hint=hint)
+
+
+def misfit(module: str, those: Mapping[str, TensorRef], rank: float) -> str:
+    """Return in words what is wrong with the factors of a layer, by what the settings say; "" for nothing."""
+    names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
+    if {*those} != {*names}:
+        return f"has only one of the two factors of '{module[:80]}'"
+    a, b = (those[name].shape for name in names)
+    if a and len(b) > 1 and a[0] == prod(b[1:]) == rank:
+        return ""
+    shapes = f"shapes {list(a)} and {list(b)}"
+    return f"has factors of '{module[:80]}' of {shapes}, and {CONFIG} says rank {rank}"
+
+
+def misfits(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield what the settings beside an adapter of PEFT's say otherwise than its tensors, by layer.
+
+    Of what is no LoRA, and of a kind that is not read here, nothing is said.
+    """
+    folder, name = os.path.split(checkpoint.source.place)
+    if name not in ADAPTERS or not exists(settings := join(folder, CONFIG)):
+        return
+    try:
+        adapter = Adapter(checkpoint, json_object(settings))
+        adapter.require_known()
+        factors, _ = adapter.parts()
+        adapter.saved_modules()
+        ranks = adapter.settings("rank_pattern", "r", factors)
+        adapter.settings("alpha_pattern", "lora_alpha", factors)
+    except Unsupported:
+        return
+    except CkptToolError as fault:
+        yield settings, f"{fault}"
+    else:
+        found = ((module, misfit(module, those, ranks[module])) for module, those in factors.items())
+        yield from ((module, what) for module, what in found if what)
 
 
 def open_adapter(folder: str | os.PathLike[str]) -> Adapter:

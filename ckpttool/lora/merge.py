@@ -27,7 +27,7 @@ from ..core.tensors.ref import PLAIN_FLOATS, Computed, DType, TensorRef
 from ..core.tensors.values import CHUNK
 from ..core.words import noted
 from ..errors import Damaged, NothingToDo, Refused, Unsupported
-from .adapter import CONFIG, IN_PYTHON, Adapter
+from .adapter import CONFIG, IN_PYTHON, Adapter, misfit
 from .other_names import in_peft_names
 from .ties import Ties, saved_module, tying
 
@@ -129,17 +129,12 @@ class _Merging:
         )
 
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
-        names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
-        if {*those} != {*names}:
-            raise Damaged(self.path, f"has only one of the two factors of '{module[:80]}'")
-        a, b = (those[name] for name in names)
         rank, alpha = self.ranks[module], self.alphas[module]
-        what = f"has factors of '{module[:80]}' of"
-        if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
-            shapes = f"shapes {list(a.shape)} and {list(b.shape)}"
-            raise Damaged(self.path, f"{what} {shapes}, and {CONFIG} says rank {rank}")
+        if what := misfit(module, those, rank):
+            raise Damaged(self.path, what)
+        a, b = (those[name] for name in sorted(those))
         if {a.dtype.name, b.dtype.name} - {*PLAIN_FLOATS}:
-            raise Unsupported(self.path, f"{what} type {a.dtype.name}")
+            raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
         turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
 

@@ -43,7 +43,8 @@ def verify(
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
-    torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it.
+    torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it. Of a delta
+    it compares the digests too, and of an adapter the factors with adapter_config.json beside them.
 
     \b
     Examples:
@@ -60,7 +61,8 @@ def verify(
             other = stack.enter_context(formats.open(against)) if against else None
             if state is not None and other is None:
                 checkpoint.state(state)
-            passes = checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
+            once = checkpoint.nbytes * (2 if checkpoint.format == "delta" else 1)  # digests, too
+            passes = once + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
                 verified = checks.verify(checkpoint, against=other, state=state, progress=progress, **flags)
             compared = [checkpoint, other] if other is not None else []

@@ -31,6 +31,7 @@ from ..core.tensors.ref import ByteRange, Source, Storage, TensorRef, real_dtype
 from ..core.tensors.values import MAX_REPEATED, require_bounded, without_repeats
 from ..diffing.compare import both_states, diff, outside_of
 from ..diffing.compare_values import Change, Comparison
+from ..rooms import find, need
 
 
 def digest(
@@ -408,6 +409,12 @@ def verify(
         problems += coverage.problems
         problems += _parts(checkpoint)
         problems += _left_empty(checkpoint)
+        if checkpoint.format == "delta":
+            false = need("deltas.writing").false_digests(checkpoint, progress)
+            known = {problem.name for problem in problems}
+            problems += [FileProblem("checksum", name, what) for name, what in false if name not in known]
+        if (lora := find("lora.adapter")) is not None:
+            problems += [FileProblem("form", name, what) for name, what in lora.misfits(checkpoint)]
         if finite:
             infinite = "of its values are NaN or infinite"
             problems += [FileProblem("non-finite", n, f"{c} {infinite}") for n, c in non_finite.items()]

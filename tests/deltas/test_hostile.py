@@ -155,6 +155,7 @@ HEADERS: dict[str, Change] = {
     "metadata that is no text": put("new", "metadata", value={"a": 1}),
     "another tree": put("new", "tree", value="0" * 64),
     "a checksum that is none": put("tensors", "xor", "base_crc32", value=-1),
+    "what is the base's with another checksum": put("tensors", "same", "crc32", value=7),
     "a part that is not there": put("tensors", "new", "in", value={"elsewhere": 0}),
     "another form of a part": put("tensors", "new", "shape", value=[6]),
 }
@@ -204,6 +205,19 @@ def test_a_result_that_has_another_digest_is_not_written(delta: Path, cli: Cli, 
     assert not Path(out.split()[-1]).exists()
     with pytest.raises(Damaged, match=f"'{name}' do not match their digest"):
         ckpttool.apply("base.safetensors", ["d.safetensors"])
+
+
+@pytest.mark.parametrize("name", ["same", "sparse", "xor", "new"])
+def test_verify_compares_each_digest_that_a_delta_states(delta: Path, cli: Cli, name: str) -> None:
+    assert cli("verify", "d.safetensors").code == 0
+    rewritten(put("tensors", name, "digest", value="0" * 64))
+    for file in ("d.safetensors", "base.safetensors+d.safetensors"):
+        assert_says(cli("verify", file), 1, name, "do not match their digest (in d.safetensors)")
+
+
+def test_verify_compares_the_digest_of_the_state(delta: Path, cli: Cli) -> None:
+    rewritten(put("new", "digest", value="0" * 64))
+    assert_says(cli("verify", "d.safetensors"), 1, "has another digest than d.safetensors states")
 
 
 def test_values_with_checksums_that_fit_are_found_by_their_digest(delta: Path, cli: Cli) -> None:

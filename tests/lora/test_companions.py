@@ -255,3 +255,53 @@ def test_the_library_reports_what_was_resized(tmp_path: Path) -> None:
     with ckpttool.open(tmp_path / "base" / "model.safetensors") as checkpoint, opened.checkpoint:
         _, report = ckpttool.merge_lora(checkpoint, opened)
     assert {*report.resized} == {WORDS, OUTPUT}
+
+
+# ---- What verify says of an adapter: its tensors and its settings fit each other
+
+
+GOOD = pair(Q, torch.ones(2, 6), torch.ones(4, 2))
+SETTINGS: dict[str, tuple[Tensors, dict[str, Any], str]] = {
+    "another rank": (
+        GOOD,
+        {"r": 32},
+        f"'{Q}' of shapes [2, 6] and [4, 2], and adapter_config.json says rank 32",
+    ),
+    "a rank of its own": (GOOD, {"r": 2, "rank_pattern": {"q_proj": 4}}, "says rank 4"),
+    "one factor": ({f"{Q}.lora_A.weight": torch.ones(2, 6)}, {}, "has only one of the two factors"),
+    "factors of two ranks": (pair(Q, torch.ones(2, 6), torch.ones(4, 3)), {}, "of shapes [2, 6] and [4, 3]"),
+    "a rank that is none": (GOOD, {"r": 0}, "r = 0, which is no finite positive number"),
+    "no alpha": (GOOD, {"lora_alpha": None}, "lora_alpha = None"),
+    "modules that are no names": (GOOD, {"modules_to_save": [1]}, "which is no list of names"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "config", "said"), SETTINGS.values(), ids=SETTINGS)
+def test_verify_names_what_an_adapter_s_settings_say_otherwise(
+    cli: Any, tmp_path: Path, tensors: Tensors, config: dict[str, Any], said: str
+) -> None:
+    save_adapter(tmp_path, tensors, **config)
+    for name in ("adapter", "adapter/adapter_model.safetensors"):
+        done = cli("verify", f"{tmp_path}/{name}")
+        assert done.code == 1
+        assert said in done.err
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{")
+    assert "is not JSON" in cli("verify", f"{tmp_path}/adapter").err
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        (GOOD, {}),
+        (GOOD, {"r": 8, "rank_pattern": {"q_proj": 2}}),
+        (factors(WORDS), {"r": 1}),
+        ({f"{Q}.hada_w1_a": torch.ones(3)}, {"peft_type": "LOHA", "r": 9}),
+        ({**GOOD, f"{Q}.lora_magnitude_vector": torch.ones(4)}, {"r": 9, "use_dora": True}),
+    ],
+    ids=["fits", "by a pattern", "an embedding", "another type", "a kind that is not read"],
+)
+def test_verify_says_nothing_of_what_fits_or_is_not_known(
+    cli: Any, tmp_path: Path, tensors: Tensors, config: dict[str, Any]
+) -> None:
+    save_adapter(tmp_path, tensors, **config)
+    assert cli("verify", f"{tmp_path}/adapter").code == 0
