@@ -6,6 +6,7 @@ parameters of each group in the same order. Buffers have no numbers and may stan
 
 from __future__ import annotations
 
+import glob
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from ..core.words import counted
 from ..errors import Ambiguous, CheckFailed, Mismatch, NothingToDo, Refused, UsageFault
 from ..mapping.applying import apply
 from ..mapping.rules import MapRules
-from .modules import Module, Parts, Places, StateEntry, places_of, without_numbers
+from .modules import ADAPTED, OF_ADAPTER, Module, Parts, Places, StateEntry, places_of, without_numbers
 from .rules import RuleRow, as_rules, rows
 from .search import BUFFERS, SearchResult, Tensors, Values, differing, is_shared, search
 
@@ -321,9 +322,16 @@ def require_complete(path: str, found: SearchResult, *, pad_vocab: bool = False)
             raise Mismatch(what, hint=_wider(found, rows_here))
 
 
+MOST_NAMED = 8
+
+
 def _way_out(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str | None:
     if left and not right:
-        return f"leave out what the other side does not want: --exclude '{left[0][0]}'"
+        if any(OF_ADAPTER.search(name) for name, _ in left):
+            return ADAPTED
+        globs = [shlex.quote(glob.escape(name)) for name, _ in left] if len(left) <= MOST_NAMED else ["GLOB"]
+        flags = " ".join(f"--exclude {each}" for each in globs)
+        return f"leave out what the other side does not want: {flags}"
     if right and not left and len(right) == 1:
         name = right[0][0]
         return f"if it is tied to another: ckpttool convert INPUT TIED --tie {name}=NAME, and conform that"

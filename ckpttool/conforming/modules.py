@@ -38,6 +38,13 @@ OF_NORMS = {
     "moving_variance": "running_var",
 }
 
+# Names of the factors of an adapter, and what to do with them.
+OF_ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\b")
+ADAPTED = (
+    "they are a LoRA adapter's weights: ckpttool merge-lora BASE ADAPTER OUT adds them to "
+    "the model they were trained on"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:

@@ -47,6 +47,10 @@ COPY = re.compile(r"(.+\.)(?:modules_to_save|original_module)\.(.+)")
 # A factor as it is in the model's own `state_dict`, where several adapters may be.
 NAMED = re.compile(r".+\.lora_(?:embedding_)?[AB]\.(?!bias$)([^.]+)(?:\.weight)?")
 
+# What else a layer of a LoRA may have, and the bias of a layer that has factors.
+OF_LAYER = re.compile(r".+\.lora_(?:embedding_)?(?:[AB]|magnitude_vector)(?:\.[^.]+){0,2}")
+BIAS = re.compile(r"(.+)\.base_layer\.([^.]+)")
+
 # Values of `init_lora_weights` that leave the model's own weights as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -146,10 +150,10 @@ class Adapter:
             if match := FACTOR.fullmatch(name):
                 module, part = match[1], f"{match[2] or ''}{match[3]}"
                 factors.setdefault(module, {})[part] = tensor
-            elif ".lora_" in name:
+            elif OF_LAYER.fullmatch(name):
                 raise self._no_factor(key)
             else:
-                module, part = name.replace(".base_layer.", "."), ""  # of a layer that has factors too
+                module, part = BIAS.sub(r"\1.\2", name), ""  # of a layer that has factors too
                 whole[module] = tensor
             other = keys.setdefault((module, part), key)
             if other != key:

@@ -37,22 +37,21 @@ LETTERS = {"down": "A", "up": "B", "A": "A", "B": "B"}
 OLD = {"to_q": ("to_q", "q_proj"), "to_k": ("to_k", "k_proj"), "to_v": ("to_v", "v_proj")}
 OLD |= {"to_out": ("to_out.0", "out_proj")}
 
-# Parts of names by which other kinds of adapters are known.
+# Ends of names by which other kinds of adapters are known; what stands before is the layer's, whatever it is.
 KINDS = {
-    "lora_mid": "LoCon with a third factor",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
-    "oft_": "OFT",
-    "boft": "BOFT",
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
-    "on_input": "IA3",
-    "diff": "a difference kept whole",
-    "w_norm": "a norm kept whole",
-    "b_norm": "a norm kept whole",
-    "lora_A.bias": "a bias of a factor",
-    "lora_B.bias": "a bias of a factor",
+    r"lora_mid": "LoCon with a third factor",
+    r"hada_\w+": "LoHa",
+    r"lokr_\w+": "LoKr",
+    r"oft_\w+": "OFT",
+    r"boft\w*": "BOFT",
+    r"dora_scale|lora_magnitude_vector": "DoRA",
+    r"on_input": "IA3",
+    r"diff|diff_b": "a difference kept whole",
+    r"w_norm|b_norm": "a norm kept whole",
+    r"lora_[AB]\.bias": "a bias of a factor",
+    r"lora_[abAB]|magnitude": "a factor as torchtune, MLX or litgpt names it",
 }
+ENDS = {re.compile(rf".+\.(?:{end})(?:\.weight)?"): kind for end, kind in KINDS.items()}
 
 OTHER = "two factors for each layer are added; merge other adapters with the program that trained them"
 
@@ -114,8 +113,8 @@ def _layers(path: str, tensors: Mapping[str, TensorRef]) -> dict[str, _Layer]:
             alphas[key.removesuffix(".alpha")] = tensor
             continue
         match = FACTOR.fullmatch(key)
-        kind = next((kind for part, kind in KINDS.items() if f".{part}" in key), None)
-        if match is None or kind:
+        if match is None:
+            kind = next((kind for end, kind in ENDS.items() if end.fullmatch(key)), None)
             what = f"is {kind}" if kind else "is no factor of a product, nor an alpha"
             hint = OTHER
             if not any(map(FACTOR.fullmatch, tensors)) and not kind:
@@ -141,10 +140,11 @@ def _layer(path: str, key: str, *, old: bool) -> _Layer:
         raise Unsupported(path, what, hint=OTHER)
     match = DIFFUSERS.fullmatch(key)
     component, rest = (match[1], match[2]) if match else ("", key)
-    rest = rest.replace(".processor.", ".")
     before, _, last = rest.rpartition(".")
     ends = OLD.get(last, (last,)) if old else (last,)
-    return _Layer(key, component, ".", tuple(f"{before}.{end}".lstrip(".") for end in ends), {})
+    named = [f"{before}.{end}".lstrip(".") for end in ends]
+    names = dict.fromkeys((*(name.replace(".processor.", ".") for name in named), *named))
+    return _Layer(key, component, ".", (*names,), {})
 
 
 def _found(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..conforming.modules import Blueprint, StateEntry
+from ..conforming.modules import ADAPTED, OF_ADAPTER, Blueprint, StateEntry
 from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.checkpoint.optimizer_names import without_prefix
 from ..core.checkpoint.optimizer_view import BadOptimizer, OptimizerGroups, OptimizerView
@@ -334,9 +334,14 @@ KINDS = (
     ),
     (
         "adapter",
-        r"\.lora_(A|B|embedding_A|embedding_B)\b",
-        "they are a LoRA adapter's weights: ckpttool merge-lora BASE ADAPTER OUT adds them to "
-        "the model they were trained on",
+        r"\.base_layer\.",
+        "they are a model with a LoRA adapter inside, as PEFT trains it: save it after merge_and_unload(), "
+        "or save the adapter by save_pretrained, and ckpttool merge-lora BASE ADAPTER OUT",
+    ),
+    (
+        "adapter",
+        OF_ADAPTER.pattern,
+        ADAPTED,
     ),
     (
         "quantised",

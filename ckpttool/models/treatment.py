@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..conforming.modules import Blueprint
+from ..conforming.modules import OF_ADAPTER, Blueprint
 from ..core.checkpoint import selection
 from ..core.checkpoint.checkpoint import SHARDING, Checkpoint
 from ..core.checkpoint.dotted_names import dotted
@@ -130,6 +130,8 @@ def treat(
 
 def treated(case: Case, accepts: Accepts) -> Treatment:
     """Return the treatment by what is certain, else as another dialect of the model, else by guesses."""
+    if any(map(OF_ADAPTER.search, case.fit.unexpected)):  # leaving the adapter out would make another model
+        return Treatment(case)
     if not accepts(case.state) and (plain := _best(case, remedies.dequantized)):
         below = treated(plain[1], accepts)  # names and shapes are those of the plain tensors
         return replace(below, remedies=(plain[0], *below.remedies))

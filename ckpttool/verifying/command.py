@@ -43,8 +43,8 @@ def verify(
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
-    torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it. Of a delta
-    it compares the digests too, and of an adapter the factors with adapter_config.json beside them.
+    torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it. Of a
+    delta it compares the digests too, and of an adapter the factors with adapter_config.json beside them.
 
     \b
     Examples:

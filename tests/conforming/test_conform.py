@@ -770,3 +770,29 @@ def test_a_pair_is_right_or_refused_both_ways(pair: Pair) -> None:
 
 def test_the_recorded_pairs_are_those_that_are_quick() -> None:
     assert len(QUICK) >= len(KEPT)
+
+
+def test_what_has_no_counterpart_is_left_out_by_the_command_that_is_named(cli: Any, here: Path) -> None:
+    state = {"fc.weight": torch.randn(4, 3), "fc.bias": torch.randn(4)}
+    more = {"old[0].weight": torch.ones(5), "old[0].bias": torch.ones(6), "x.weight": torch.ones(2, 7)}
+    torch.save(state, "ref.pt")
+    torch.save({**state, **more}, "in.pt")
+    said = cli("conform", "in.pt", "out.pt", "--like", "ref.pt")
+    assert said.code == 1
+    flags = shlex.split(said.err.partition("does not want: ")[2].splitlines()[0])
+    assert cli("convert", "in.pt", "less.pt", *flags).code == 0
+    assert torch.load("less.pt").keys() == state.keys()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_adapter_in_a_state_is_not_to_be_left_out(cli: Any, here: Path, inside: bool) -> None:
+    state = {"fc.weight": torch.randn(4, 3), "fc.bias": torch.randn(4)}
+    torch.save(state, "ref.pt")
+    held = {f"fc.{'base_layer.' if inside else ''}{name[3:]}": each for name, each in state.items()}
+    torch.save(
+        {**held, "fc.lora_A.default.weight": torch.ones(2, 3), "fc.lora_B.default.weight": torch.ones(4, 2)},
+        "in.pt",
+    )
+    said = cli("conform", "in.pt", "out.pt", "--like", "ref.pt")
+    assert said.code == 1
+    assert "a LoRA adapter's weights: ckpttool merge-lora" in said.err

@@ -17,6 +17,7 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, NothingToDo, Refused, Unsupported
 from ckpttool.lora.adapter import FirstMatch, TooMuchWork, UnknownPattern, fits
 from tests.support.comparing import saved
+from tests.support.quantised import save_adapter
 
 # ---- LoRA adapters under kohya's and diffusers' names: a layer finds its place in the model, or is refused
 
@@ -329,3 +330,113 @@ def test_patterns_that_would_take_minutes_are_refused() -> None:
     with pytest.raises(TooMuchWork):
         [first.of("y" * 200) for _ in range(1000)]
     assert time.process_time() - begun < 20
+
+
+# ---- Layers whose names have words of other kinds of adapters in them
+
+
+ODD = (
+    "diffusion_head",
+    "diff",
+    "oft_x",
+    "hada_x",
+    "lokr_w",
+    "boft",
+    "dora_scale_net",
+    "lora_mid_block",
+    "w_norm",
+)
+ODD += ("lora_magnitude_vector_net", "on_input_layer", "lora_A_proj", "alpha_net")
+
+
+@pytest.mark.parametrize("word", ODD)
+@pytest.mark.parametrize(
+    "form", ["{}.lora_A.weight {}.lora_B.weight", "{}.lora.down.weight {}.lora.up.weight"]
+)
+def test_a_layer_s_name_may_have_words_of_other_kinds(tmp_path: Path, word: str, form: str) -> None:
+    for layer in (word, f"blocks.0.{word}", f"{word}.fc", f"blocks.{word}.0.fc"):
+        names = [each.format(f"transformer.{layer}") for each in form.split()]
+        held = dict(zip(names, (A, B), strict=True)) | {f"transformer.{layer}.alpha": torch.tensor(2.0)}
+        found = merge(tmp_path, {f"{layer}.weight": WEIGHT}, held)
+        assert torch.allclose(found[f"{layer}.weight"], WEIGHT + PRODUCT)
+
+
+@pytest.mark.parametrize("word", ODD)
+def test_a_module_that_is_saved_whole_may_have_them_too(tmp_path: Path, word: str) -> None:
+    names = f"blocks.0.{word}", f"{word}.lora_head", f"lora_embedding_net.{word}"
+    base = {f"{name}.weight": WEIGHT for name in names} | {"fc.weight": WEIGHT, "fc.bias": torch.ones(6)}
+    whole = {f"{name}.weight": WEIGHT * 2 for name in names} | {"fc.base_layer.bias": torch.zeros(6)}
+    factors = {"fc.lora_A.weight": A, "fc.lora_B.weight": B}
+    saved({key: tensor.clone() for key, tensor in base.items()}, tmp_path / "base.pt")
+    save_adapter(tmp_path, {name: each.clone() for name, each in (whole | factors).items()}, lora_alpha=2)
+    adapter = ckpttool.open_adapter(tmp_path / "adapter")
+    with ckpttool.open(tmp_path / "base.pt") as opened, adapter.checkpoint:
+        new, report = ckpttool.merge_lora(opened, adapter)
+        ckpttool.save(new, tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(torch.equal(found[f"{name}.weight"], WEIGHT * 2) for name in names)
+    assert torch.equal(found["fc.bias"], torch.zeros(6))
+    assert {*report.replaced} == {*(f"{name}.weight" for name in names), "fc.bias"}
+
+
+@pytest.mark.parametrize("layer", ["fc", "processor.fc", "processor"])
+def test_a_processor_in_the_model_s_own_names_is_found(tmp_path: Path, layer: str) -> None:
+    held = {f"unet.blocks.{layer}.lora.down.weight": A, f"unet.blocks.{layer}.lora.up.weight": B}
+    found = merge(tmp_path, {f"blocks.{layer}.weight": WEIGHT}, held)
+    assert torch.allclose(found[f"blocks.{layer}.weight"], WEIGHT + PRODUCT)
+
+
+OTHERS = {
+    "lora_mid.weight": "LoCon with a third factor",
+    "hada_w1_a": "LoHa",
+    "lokr_w1": "LoKr",
+    "lokr_t2": "LoKr",
+    "oft_blocks": "OFT",
+    "oft_R.weight": "OFT",
+    "boft_R": "BOFT",
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector.weight": "DoRA",
+    "on_input": "IA3",
+    "diff": "a difference kept whole",
+    "diff_b": "a difference kept whole",
+    "w_norm": "a norm kept whole",
+    "lora_A.bias": "a bias of a factor",
+}
+
+
+@pytest.mark.parametrize("end", OTHERS)
+def test_other_kinds_are_still_named(tmp_path: Path, end: str) -> None:
+    held = {"transformer.fc.lora_A.weight": A, "transformer.fc.lora_B.weight": B, f"transformer.fc.{end}": A}
+    with pytest.raises(Unsupported, match=f"'transformer.fc.{end}', which is {OTHERS[end]}"):
+        merge(tmp_path, {"fc.weight": WEIGHT}, held)
+
+
+# ---- Adapters of programs that are not read here: named, with a way that works
+
+
+FOREIGN = {
+    "torchtune": ("layers.0.attn.q_proj.lora_a.weight", "layers.0.attn.q_proj.lora_b.weight"),
+    "torchtune's DoRA": ("layers.0.attn.q_proj.lora_a.weight", "layers.0.attn.q_proj.magnitude"),
+    "MLX": ("model.layers.0.self_attn.q_proj.lora_a", "model.layers.0.self_attn.q_proj.lora_b"),
+    "litgpt": ("transformer.h.0.attn.qkv.lora_A", "transformer.h.0.attn.qkv.lora_B"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_no_adapter_is_taken_for_a_whole_model(kind: str, tmp_path: Path) -> None:
+    held = {name: torch.ones(2, 2) for name in FOREIGN[kind]}
+    with pytest.raises(
+        Unsupported, match=f"'{FOREIGN[kind][0]}', which is a factor as .* names it"
+    ) as caught:
+        merge(tmp_path, {"fc.weight": WEIGHT}, held)
+    assert "extract-lora" not in str(caught.value.hint)
+    assert "the program that trained" in str(caught.value.hint)
+
+
+def test_the_way_for_a_whole_model_works(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Unsupported) as caught:
+        merge(tmp_path, {"fc.weight": WEIGHT}, {"fc.weight": WEIGHT + PRODUCT})
+    words = str(caught.value.hint).split(": ")[1].replace("BASE", "base.pt").split()
+    assert words[:2] == ["ckpttool", "extract-lora"]
+    assert cli(*words[1:]).code == 0

@@ -99,6 +99,7 @@ def read(source: ref.Source) -> Checkpoint:
         raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
     header = _parse(source, source.read(8, size))
     metadata = header.pop(METADATA, {})
+    metadata = {} if metadata is None else metadata  # as the library reads it
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Damaged(source.path, "its __metadata__ is not a map of text to text")
     tensors = _tensors(source, header, 8 + size)

@@ -20,7 +20,7 @@ from ..files.commit import allow_open_files, writing_into
 from ..files.copying import Output, settle_together
 from ..inert_pickle.values import OrderedDict_, has_text_keys
 from ..remote import urls
-from ..remote.places import is_folder, names_in, open_part, open_source_at, prepare
+from ..remote.places import is_file, is_folder, names_in, open_part, open_source_at, prepare
 from ..system import join
 from ..tensors.ref import Source, TensorRef
 from . import safetensors
@@ -113,8 +113,12 @@ def read(source: Source) -> Checkpoint:
     """Read the index and the headers of all shards: one state in several files."""
     index = _parse(source)
     wanted = _wanted(source, index)
-    kind, shards = _read_shards(source, wanted)
-    state, facts = _joined(source, shards, wanted), index.get("metadata")
+    try:
+        kind, shards = _read_shards(source, wanted)
+        state, facts = _joined(source, shards, wanted), index.get("metadata")
+    except Damaged as fault:
+        fault.hint = _instead(source, wanted) or fault.hint
+        raise
     whole = _whole(source, kind, shards, state)
     remarks = (Remark(like.pattern, what) for like, what in _gaps(wanted))
     whole = replace(whole, remarks=(*whole.remarks, *remarks))
@@ -245,6 +249,16 @@ def _read_shard(index: Source, folder: str, name: str) -> Checkpoint:
         return reader.read(source)
     other = stranger(source)
     raise Damaged(index.path, f"its shard '{name}' {other.reason}", hint=other.hint or "get that file again")
+
+
+def _instead(index: Source, names: Collection[str]) -> str | None:
+    """Return the way on where shards are not as an index says, and a whole model lies beside it."""
+    folder = index.path if is_folder(index.path) else os.path.dirname(index.path)
+    whole = next((name for name in ALONE if name not in names and is_file(join(folder, name))), None)
+    if whole is None:
+        return None
+    beside = shlex.quote(join(folder, whole))
+    return f"if the index is left from an older save, take the file beside it: ckpttool inspect {beside}"
 
 
 def _state_of(index: Source, name: str, shard: Checkpoint) -> dict[str, object]:

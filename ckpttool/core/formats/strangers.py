@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import zlib
 
 from ...errors import Unsupported, UsageFault
 from .. import system
@@ -20,6 +21,11 @@ FROM_PADDLE = f"load it with paddle.load, {AS_ARRAYS}"
 ONLY_CODE = "it is made from a model, and not to go back: take the checkpoint that it was made of"
 NO_CODE = "its objects are code of that library: where you trust it, load it there and save its arrays"
 
+UNPACK = "unpack it first: "
+
+# Archives that are compressed as a whole, by the names that they have.
+TARS = (".nemo", ".tgz", ".tbz2", ".txz", *(f".tar.{kind}" for kind in ("gz", "bz2", "xz", "zst")))
+
 # Other files by how they begin: what each is, and what to do.
 HEADS = tuple(
     (re.compile(begin, re.DOTALL), what, hint)
@@ -31,10 +37,10 @@ HEADS = tuple(
             "download the file again, from its raw link; a private one needs a token",
         ),
         (rb"\s*<\?xml", "an XML page, such as a server's refusal, not a checkpoint", "read what it says"),
-        (rb"\x1f\x8b", "compressed with gzip", "unpack it first: gunzip"),
-        (rb"BZh", "compressed with bzip2", "unpack it first: bunzip2"),
-        (rb"\xfd7zXZ", "compressed with xz", "unpack it first: unxz"),
-        (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it first: unzstd"),
+        (rb"\x1f\x8b", "compressed with gzip", UNPACK + "gunzip"),
+        (rb"BZh", "compressed with bzip2", UNPACK + "bunzip2"),
+        (rb"\xfd7zXZ", "compressed with xz", UNPACK + "unxz"),
+        (rb"\x28\xb5\x2f\xfd", "compressed with zstd", UNPACK + "unzstd"),
         (rb"7z\xbc\xaf", "a 7z archive", "unpack it first: 7z x"),
         (rb"Rar!", "a RAR archive", "unpack it first: unrar x"),
         (rb"lmgg|fmgg|tjgg|algg", "a GGML model, older than GGUF", "make it again with llama.cpp of today"),
@@ -107,7 +113,27 @@ def known(source: Source) -> Unsupported | None:
     if not rows:
         return None
     _, what, hint = rows[0]
-    return Unsupported(path, f"is {what}", hint=hint)
+    return Unsupported(path, f"is {what}", hint=_unpacking(path, head, hint))
+
+
+def _unpacking(path: str, head: bytes, hint: str) -> str:
+    """Return a hint whose command unpacks a file, whatever its name is; another as it is."""
+    tool = hint.removeprefix(UNPACK)
+    if tool == hint or " " in tool or path == "-":
+        return hint
+    if path.lower().endswith(TARS) or _is_tar(head):
+        return f"{UNPACK}tar -xf {shlex.quote(path)}"
+    stem, end = os.path.splitext(path)
+    plain = stem if end.lower() in (".gz", ".bz2", ".xz", ".zst") else f"{path}.unpacked"
+    return f"{UNPACK}{tool} -c {shlex.quote(path)} > {shlex.quote(plain)}"
+
+
+def _is_tar(head: bytes) -> bool:
+    """Return whether a file that gzip packed is an archive; of others only the name tells."""
+    try:
+        return zlib.decompressobj(31).decompress(head, 512)[257:262] == b"ustar"
+    except zlib.error:
+        return False
 
 
 def stranger_folder(path: str, names: list[str]) -> Unsupported | None:

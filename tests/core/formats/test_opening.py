@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bz2
 import gc
+import gzip
 import io
 import json
 import lzma
 import os
 import pickle
 import shutil
+import subprocess
 import tarfile
 import zipfile
 import zlib
@@ -521,3 +523,35 @@ def test_a_run_that_states_no_step_has_no_column_of_steps(tmp_path: Path, cli: C
     assert cli("inspect", tmp_path).out.splitlines()[1].split() == ["checkpoint", "format", "bytes"]
     torch.save({"w": torch.ones(2)}, tmp_path / "step-3.pt")
     assert cli("inspect", tmp_path).out.splitlines()[1].split() == ["checkpoint", "step", "format", "bytes"]
+
+
+PACKED = {
+    "model.nemo": ("w:gz", None),
+    "model.tar.gz": ("w:gz", None),
+    "no name of an archive": ("w:gz", None),
+    "x.tar.xz": ("w:xz", None),
+    "model.pt.gz": (None, gzip.compress),
+    "model.safetensors": (None, gzip.compress),
+    "a b.xz": (None, lzma.compress),
+    "MODEL.BZ2": (None, bz2.compress),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_command_that_unpacks_a_file_unpacks_it(name: str, cli: Cli, here: Path) -> None:
+    """gunzip and the like refuse names that end otherwise than they name files themselves."""
+    mode, pack = PACKED[name]
+    torch.save({"a": torch.ones(3)}, "inside.pt")
+    raw = Path("inside.pt").read_bytes()
+    if pack is not None:
+        Path(name).write_bytes(pack(raw))
+        Path("inside.pt").unlink()
+    else:
+        with tarfile.open(name, mode) as archive:  # type: ignore[call-overload]
+            archive.add("inside.pt")
+        Path("inside.pt").unlink()
+    command = cli("inspect", name).err.partition("unpack it first: ")[2].strip()
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    made = next(path for path in Path().iterdir() if path.name != name)
+    assert made.read_bytes() == raw
+    assert cli("inspect", made).code == 0

@@ -317,7 +317,7 @@ LIES: dict[str, tuple[object, bytes]] = {
     },
     "a field missing": ({"a": {"dtype": "U8", "shape": [2]}}, b"ab"),
     **{f"an entry: {value}": ({"a": value}, b"ab") for value in (["U8", [2], [0, 2]], "U8")},
-    **{f"metadata: {m}": ({"__metadata__": m, "a": U8}, b"ab") for m in ({"n": 1}, {"n": {}}, [], None)},
+    **{f"metadata: {m}": ({"__metadata__": m, "a": U8}, b"ab") for m in ({"n": 1}, {"n": {}}, [])},
     "an entry twice": (b'{"a":%b,"a":%b}' % ((json.dumps(U8).encode(),) * 2), b"ab"),
     "a field twice": (b'{"a":{"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"ab"),
     "metadata twice": (b'{"__metadata__":{},"__metadata__":{}}', b""),
@@ -756,3 +756,20 @@ def test_the_command_line_renames_in_place(cli: Cli, path: Path) -> None:
     ran = cli("strip-prefix", path, path, "--force", "--json")
     assert (ran.code, ran.json["keys"], ran.json["renamed"]) == (0, 4, 4)
     assert of(load_file(path)) == of(PLAIN)
+
+
+def test_no_metadata_may_be_said_as_null_which_the_library_reads(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    for header in ({"__metadata__": None, "a": entry}, {"__metadata__": None}):
+        raw = json.dumps(header).encode()
+        values = bytes(4) if "a" in header else b""
+        (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + values)
+        assert load_file(tmp_path / "a.safetensors").keys() == header.keys() - {"__metadata__"}
+        with ckpttool.open(tmp_path / "a.safetensors") as checkpoint:
+            assert checkpoint.metadata == {}
+            ckpttool.save(checkpoint, tmp_path / "b.safetensors", force=True)
+    for wrong in (0, False, "", []):
+        raw = json.dumps({"__metadata__": wrong, "a": entry}).encode()
+        (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4))
+        with pytest.raises(Damaged, match="is not a map of text to text"):
+            ckpttool.open(tmp_path / "a.safetensors")

@@ -484,3 +484,23 @@ def test_two_series_without_an_index_get_a_command_each(tmp_path: Path, cli: Cli
     caught = refused(folder, "several series", error=Unreadable)
     assert f"ckpttool merge {folder}/hf_model_*_0.pt OUTPUT" in str(caught.hint)
     assert cli("merge", *folder.glob("hf_model_*_0.pt"), tmp_path / "out.safetensors").code == 0
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_an_index_of_an_older_save_is_named_with_the_file_beside_it(
+    cli: Cli, here: Path, is_gone: bool
+) -> None:
+    """`save_pretrained` of a model that is small enough leaves the index of a larger one where it was."""
+    Path("m").mkdir()
+    save_file({"a": torch.ones(2)}, "m/model.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for name in () if is_gone else weight_map.values():
+        save_file({"c": torch.ones(2)}, f"m/{name}")
+    for file in ("m", "m/model.safetensors.index.json"):
+        ran = cli("inspect", file)
+        assert ran.code == 3
+        command = ran.err.partition("take the file beside it: ckpttool ")[2].strip()
+        assert cli(*command.split()).code == 0
+    Path("m/model.safetensors").unlink()
+    assert "older save" not in cli("inspect", "m").err

@@ -428,6 +428,16 @@ def headless() -> Any:
 
 
 LORA = {f"base_model.model.head.lora_{part}.weight": torch.rand(2, 2) for part in "AB"}
+
+
+def adapted(*, inside: bool) -> Any:
+    """Return the state of a model with an adapter in it, or beside it."""
+    state = dict(made("net").state_dict())
+    weight = state["head.weight"] if not inside else state.pop("head.weight")
+    factors = {f"head.lora_{part}.default.weight": torch.rand(2, 2) for part in "AB"}
+    return {**state, **factors, **({"head.base_layer.weight": weight} if inside else {})}
+
+
 NINE = "'0' has 9 outputs in the file and 5 in the model"
 BEYOND: dict[str, tuple[str, Callable[[], Any], str, str]] = {
     "another architecture": ("net", lambda: state_of(made("tied")), "architecture", "of the model's 9 names"),
@@ -436,6 +446,8 @@ BEYOND: dict[str, tuple[str, Callable[[], Any], str, str]] = {
         *("linear", lambda: state_of(made("weight_normed")), "weight-norm", "remove_parametrizations"),
     ),
     "an adapter": ("net", lambda: LORA, "adapter", "merge-lora"),
+    "a model with an adapter inside": ("net", partial(adapted, inside=True), "adapter", "merge_and_unload"),
+    "a model and an adapter": ("net", partial(adapted, inside=False), "adapter", "merge-lora"),
     "a head that the factory can't make": ("convolved", wide_head, "head", NINE),
     "flat parameters of FSDP": (
         *("net", lambda: {"_fsdp_wrapped_module._flat_param": torch.rand(9)}, "fsdp-flat", "FULL_STATE_DICT"),
