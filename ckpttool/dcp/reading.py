@@ -27,7 +27,7 @@ from ..core.formats.strangers import known as known_stranger
 from ..core.inert_pickle import values as inert
 from ..core.inert_pickle.reader import PickleFault, read_pickle
 from ..core.inert_pickle.values import Global, Record, in_brief, remade, tensor_of
-from ..core.remote.places import exists, is_folder, open_part, open_source_at, prepare
+from ..core.remote.places import exists, is_folder, is_plain, open_part, open_source_at, prepare
 from ..core.system import join
 from ..core.tensors import ref
 from ..core.tensors.values import Index, TensorPart, assembled
@@ -429,7 +429,7 @@ class _Items:
 
     def file(self, name: str) -> ref.Source:
         if name not in self.files:
-            if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
+            if "/" in name or not is_plain(self.source.path, name):
                 raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
             self.files[name] = open_part(self.source.path, f"its file '{name}'", self.path_of(name), HINT)
         return self.files[name]

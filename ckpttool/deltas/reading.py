@@ -264,7 +264,9 @@ class BaseMissing(Unreadable, kind="base-missing"):
 
 def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
     name = read_header(file).base.name
-    path = join(os.path.dirname(file.source.place), name)
+    path = join(folder := os.path.dirname(file.source.place), name)
+    if name and not places.is_plain(folder, name):
+        raise Damaged(file.path, f"names the base {name[:80]!r}, which is no name of a file beside it")
     if not name or file.path == "-" or not places.exists(path):
         shown = f"'{name}'" if name else "a checkpoint from standard input"
         what = f"is a delta, and its base, {shown}, does not lie beside it"

@@ -26,7 +26,7 @@ from ..core.formats.saving import save
 from ..core.formats.strangers import unwritable
 from ..core.inert_pickle.values import OrderedDict_
 from ..core.remote.places import visit
-from ..core.remote.urls import canonical, is_url
+from ..core.remote.urls import canonical, is_url, without_query
 from ..core.tensors.ref import Source, TensorRef
 from ..errors import Refused, UsageFault
 from . import differences
@@ -228,7 +228,7 @@ def _state_of(checkpoint: Checkpoint) -> Mapping[str, TensorRef] | None:
 def _name_of(base: Checkpoint) -> str:
     """Return the name that a base has in its folder: of a chain that of the last delta."""
     place = base.shards[-1].place if base.format == NAME else base.path
-    return os.path.basename(place.rstrip("/") if is_url(place) else os.path.abspath(place))
+    return os.path.basename(without_query(place).rstrip("/") if is_url(place) else os.path.abspath(place))
 
 
 def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str, prefix: str) -> DeltaPair:

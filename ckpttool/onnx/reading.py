@@ -18,8 +18,7 @@ from ..core.formats import safetensors
 from ..core.formats.cursor import Cursor
 from ..core.inert_pickle.values import OrderedDict_
 from ..core.lazy import np
-from ..core.remote.places import is_inside, open_part, prepare
-from ..core.remote.urls import is_url
+from ..core.remote.places import is_inside, is_plain, open_part, prepare
 from ..core.system import join
 from ..core.tensors import ref
 from ..errors import Damaged, Unsupported
@@ -194,10 +193,7 @@ def _open_beside(source: ref.Source, tensors: list[Tensor]) -> dict[str, ref.Sou
         raise Unsupported("-", "is an ONNX model whose values are in other files, which are not in it")
     folder = os.path.dirname(source.path)
     for name in names:
-        steps = name.removeprefix("./").split("/")
-        odd = "\\\0%?#" if is_url(folder) else "\\\0"  # a URL has other ways to say ".."
-        is_plain = not {"", ".", ".."} & {*steps} and not {*odd} & {*name}
-        if not is_plain or not is_inside(folder, name):
+        if not is_plain(folder, name.removeprefix("./")) or not is_inside(folder, name):
             raise Damaged(source.path, f"names a file outside its folder: {name[:80]!r}")
     paths = {name: join(folder, name.removeprefix("./")) for name in names}
     allow_open_files(len(paths), source.path)

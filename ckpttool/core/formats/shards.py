@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import posixpath
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from ..files.commit import allow_open_files, writing_into
 from ..files.copying import Output, settle_together
 from ..inert_pickle.values import OrderedDict_, has_text_keys
 from ..remote import urls
-from ..remote.places import is_file, is_folder, names_in, open_part, open_source_at, prepare
+from ..remote.places import is_file, is_folder, is_plain, names_in, open_part, open_source_at, prepare
 from ..system import join
 from ..tensors.ref import Source, TensorRef
 from . import safetensors
@@ -200,7 +199,7 @@ def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
     shards: dict[str, set[str]] = {name: set() for name in sorted(set(weight_map.values()))}
     folded: dict[str, str] = {}
     for name in shards:
-        if not name or name != posixpath.normpath(name) or name[0] in "/." or "\\" in name or "\0" in name:
+        if not is_plain(source.place, name) or name[0] == ".":
             raise Damaged(source.path, f"names a shard outside its folder: {name[:80]!r}")
         if (other := folded.setdefault(name.casefold(), name)) != name:
             raise Damaged(source.path, f"names a shard twice: as '{other}' and '{name}'")

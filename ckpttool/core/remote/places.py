@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 
-from ...errors import Damaged, Unreadable, already_exists
+from ...errors import WEB, Damaged, Unreadable, UsageFault, already_exists, masked
 from ..files import commit
 from ..files.commit import no_room_named, open_source_descriptor
 from ..tensors.ref import Source
 from . import ahead
 from .store import TRAFFIC, Facts, Forbidden, ListedEntry, Missing, Progress, Store
-from .urls import BUCKETS, HUB, WEB, is_url, place_of
+from .urls import BUCKETS, HUB, is_url, place_of
 
 # ---- A visit: what one operation knows of stores, each thing asked once
 
@@ -43,6 +43,10 @@ class Visit:
     def store(self, url: str) -> tuple[Store, str]:
         """Return the store of a URL, and the key in it."""
         place = place_of(url)
+        try:
+            url.encode("utf-8", "surrogateescape" if place.scheme in WEB else "strict")
+        except UnicodeEncodeError:
+            raise Unreadable(url, "holds what no URL can: half of a character") from None
         if place.scheme == HUB:
             from .hub import Repository, split
 
@@ -239,6 +243,9 @@ def uploading(
     with visit() as now, tempfile.TemporaryDirectory(prefix="ckpttool-") as room:
         store, key = now.store(path)
         name = os.path.basename(path.rstrip("/"))
+        if "?" in os.path.splitext(name)[1]:
+            what = f"{masked(path, whole=True)}: has a query, with which nothing is written"
+            raise UsageFault(what, hint="name it without")
         there = names_in(path) if to_folder else [name] * exists(path)
         there = [other for other in there if not (to_folder and other in OF_REPOSITORIES)]
         if there and not replace:
@@ -314,9 +321,15 @@ def exists(path: str) -> bool:
         except (Missing, Forbidden):  # S3 behind https refuses a missing object to a user who may not list
             return False
         except Exception:
-            del now.opened[path]
+            now.opened.pop(path, None)
             raise
         return True
+
+
+def is_plain(folder: str, name: str) -> bool:
+    """Return whether a name that a file states leads down from its folder, whatever reads it as a path."""
+    odd = "\\\0%?#" if is_url(folder) else "\\\0"  # a URL has other ways to say ".."
+    return not {"", ".", ".."} & {*name.split("/")} and not {*odd} & {*name}
 
 
 def is_inside(folder: str, name: str) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.core.remote.ahead import Ahead, Line
-from ckpttool.errors import Damaged
+from ckpttool.deltas.header import ENTRY
+from ckpttool.errors import Damaged, Unreadable
 from ckpttool.scanning.scan import scan
 from tests.support.crafting import dict_of, torch_zip
+from tests.support.hub_server import Hub
 from tests.support.other_files import FLOAT, ROWS, as_onnx_folder, in_several_files, onnx_file, tensor
 from tests.support.range_server import RangeServer
 from tests.support.scan_corpus import MKDIR
@@ -113,6 +119,66 @@ def test_nothing_is_asked_for_outside_the_folder(server: RangeServer, tmp_path: 
             ckpttool.open(f"{server.url}/{number}.onnx")
     asked = {request.path for request in server.requests} - {"/.metadata"}
     assert asked == {f"/{number}.onnx" for number in range(len(outside))}
+
+
+NAMES = (
+    *("x\ud800.safetensors", "..%2Fx.safetensors", "a/..%2f..%2Fx.safetensors", "../x.safetensors", "a//x"),
+    *("/x", "x?a=/..", "x#y", "a\\..\\x", "x\0", "%2e%2e/x", ".", ""),
+)
+
+
+@pytest.fixture(params=["http", "hf", "s3", "here"])
+def put_in(
+    request: pytest.FixtureRequest, server: RangeServer, tmp_path: Path, hub_server: Hub, s3: Any
+) -> Callable[[str, bytes], str]:
+    """Return a function that puts a file where a name leads to, and returns that."""
+
+    def put(name: str, data: bytes) -> str:
+        (tmp_path / "there" / name).write_bytes(data)
+        if request.param == "hf":
+            hub_server.create("o/named").commit({name: data})
+        if request.param == "s3":
+            s3.create_bucket(Bucket="named")
+            s3.put_object(Bucket="named", Key=name, Body=data)
+        folders = {"http": server.url, "hf": "hf://o/named", "s3": "s3://named", "here": tmp_path / "there"}
+        return f"{folders[request.param]}/{name}"
+
+    return put
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_in_an_index_leads_nowhere_else(name: str, put_in: Callable[[str, bytes], str]) -> None:
+    path = put_in("model.safetensors.index.json", json.dumps({"weight_map": {"w": name}}).encode())
+    with pytest.raises(
+        (Damaged, Unreadable), match=r"outside its folder|half of a character|can't be opened"
+    ):
+        ckpttool.open(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_base_of_a_delta_lies_beside_it(
+    name: str, tmp_path: Path, put_in: Callable[[str, bytes], str]
+) -> None:
+    for number in (1, 2):
+        save_file({"w": torch.full((9,), float(number))}, tmp_path / f"{number}.safetensors")
+    ckpttool.delta(tmp_path / "1.safetensors", tmp_path / "2.safetensors", tmp_path / "d.safetensors")
+    raw = (tmp_path / "d.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    said = json.loads(header["__metadata__"][ENTRY])
+    said["base"]["name"] = name
+    header["__metadata__"][ENTRY] = json.dumps(said)
+    path = put_in(
+        "d.safetensors", len(text := json.dumps(header).encode()).to_bytes(8, "little") + text + raw[begin:]
+    )
+    with pytest.raises((Damaged, Unreadable), match=r"no name of a file beside|half of|does not lie beside"):
+        ckpttool.open(path)
+
+
+@pytest.mark.parametrize("url", ["hf://o/r/x\udcff.pt", "s3://b/x\udcff.pt", "http://127.0.0.1:1/x\ud800"])
+def test_half_a_character_is_refused(url: str, s3: object, hub_server: Hub) -> None:
+    with pytest.raises(Unreadable, match="half of a character"):
+        ckpttool.open(url)
 
 
 # ---- `scan` of what is behind URLs: the same verdicts, and few bytes ----------------------------------
