@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import os
+import re
 from typing import Any
 
 LONGEST = 600  # characters of a reason; of a longer one the beginning and the end are kept
@@ -38,8 +39,9 @@ class CkptToolError(Exception):
         cls.kind, cls.exit_code = kind or cls.kind, exit_code or cls.exit_code
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message = masked(message)
         super().__init__(message)
-        self.reason, self.hint = message, hint
+        self.reason, self.hint = message, hint and masked(hint)
 
     @property
     def message(self) -> str:
@@ -62,10 +64,11 @@ class FileError(CkptToolError):
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, *, hint: str | None = None) -> None:
+        path, reason = masked(os.fspath(path), whole=True), masked(reason)
         if len(reason) > LONGEST:  # names in the file may be of any length
             reason = f"{reason[: LONGEST - 100]} … {reason[-97:]}"
-        super().__init__(f"{os.fspath(path)}: {reason}", hint=hint)
-        self.path, self.reason = os.fspath(path), reason
+        super().__init__(f"{path}: {reason}", hint=hint)
+        self.path, self.reason = path, reason
 
 
 class Unreadable(FileError, kind="unreadable"):
@@ -191,3 +194,44 @@ class RanksDiffer(CkptToolError, kind="ranks-differ", exit_code=1):
     ) -> None:
         super().__init__(reason if path is None else f"{path}: {reason}", hint=hint)
         self.path, self.reason, self.ranks = path, reason, ranks
+
+
+# ---- What no message may hold
+
+WEB = ("https", "http")
+AT = re.compile("@|%40")
+FORM = r"((?:https?|ftp|hf|s3|gs|az)(?=:/)|[a-z][a-z0-9+.-]{1,20}(?=://))://?"  # one slash: of a Path
+IN_TEXT = re.compile(rf"{FORM}(\S*)", re.IGNORECASE)
+WHOLE = re.compile(rf"{FORM}(.*)", re.IGNORECASE | re.DOTALL)
+SITE = re.compile(r"(?:localhost|\[[0-9a-f:.]+\]|[^:@]*\.[^:@]*)(?::\d*)?", re.IGNORECASE)
+
+
+def masked(text: str, *, whole: bool = False) -> str:
+    """Return `text` with `…` for the passwords and queries of the URLs in it; of all of it if it is a URL.
+
+    A password ends at the last `@`: it may hold whatever ends a host, but for a space in a longer text.
+    """
+    return (WHOLE if whole else IN_TEXT).sub(_masked, text) if ":/" in text else text
+
+
+def _masked(url: re.Match[str]) -> str:
+    scheme, rest = url[1].lower(), url[2]
+    if is_login(scheme, rest):
+        rest = f"…@{AT.split(rest)[-1]}"
+    for mark in "?#" if scheme in WEB else "?":
+        begin, found, secret = rest.partition(mark)
+        end = secret[len(secret.rstrip(",;:.)'\"`")) :]
+        if end != secret and not re.match("…[0-9a-f]{8}$", secret.removesuffix(end)):
+            rest = f"{begin}{found}…{end}"
+    return f"{url[0].removesuffix(url[2])}{rest}"
+
+
+def is_login(scheme: str, rest: str) -> bool:
+    """Return whether what stands in a URL before its last `@` may be a name and a password."""
+    if not AT.search(rest.lower()):
+        return False
+    host = re.split("[/?#]", rest, maxsplit=1)[0]
+    if scheme in WEB:  # of a host without a dot the rest may be a password's
+        return not SITE.fullmatch(host)
+    is_known = scheme in ("hf", "s3", "gs", "az", "file") and (host or scheme == "file")
+    return not is_known or ":" in host or (scheme != "hf" and bool(AT.search(host)))

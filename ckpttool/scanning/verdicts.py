@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from ..core.inert_pickle.known_names import is_dangerous, names_that_run
 from ..core.inert_pickle.values import Global
+from ..errors import masked
 
 DANGEROUS, UNKNOWN, UNREADABLE, SAFE = VERDICTS = ("dangerous", "unknown", "unreadable", "safe")
 
@@ -111,7 +112,7 @@ def _is_allowed(name: Global, allowed: Collection[str]) -> bool:
 
 def unreadable(path: str, reason: str) -> Scanned:
     """Return the verdict on a file that can't be opened."""
-    return Scanned(path, UNREADABLE, problems=(ScanProblem("", reason),))
+    return Scanned(masked(path, whole=True), UNREADABLE, problems=(ScanProblem("", reason),))
 
 
 # ---- SARIF

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpttool.distributed.group import given_rank
-from ckpttool.errors import UsageFault
+from ckpttool.errors import UsageFault, masked
 from train import console
 
 Field = dataclasses.Field[Any]
@@ -198,9 +198,12 @@ class Sections:
         return getattr(getattr(self, section), field.name)
 
     def plain(self) -> dict[str, Any]:
-        """Return all settings by name, as primitives, as stored in a checkpoint."""
-        values = {name: self[name] for name in fields_of(type(self))}
-        return {name: str(value) if isinstance(value, Every) else value for name, value in values.items()}
+        """Return all settings by name, as primitives, as stored in a checkpoint; no secrets of URLs."""
+        return {name: _plain(self[name]) for name in fields_of(type(self))}
+
+
+def _plain(value: Any) -> Any:
+    return masked(str(value), whole=True) if isinstance(value, Every | str) else value
 
 
 S = TypeVar("S", bound=Sections)

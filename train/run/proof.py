@@ -89,7 +89,7 @@ class Proof(Recorder):
             step=trainer.progress.global_step,
             source=source,
             arguments=arguments_of(config.changed(**usual)),
-            init=config.model.init and [config.model.init, *config.model.init_allow_missing],
+            init=config.model.init and [config.plain()["init"], *config.model.init_allow_missing],
             code={name: config[name] for name in same_settings.SPECS},
             every=self.every,
             ranks=collectives.world_size(),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ...errors import masked
 from ..words import counted as counted
 from ..words import finite, versioned
 from ..words import printable as printable
@@ -190,7 +191,7 @@ class Console:
     def note(self, text: str, *, pasted: bool = False) -> None:
         """Print something worth knowing about the result, on stderr."""
         if not (self.quiet or self.json):
-            width = None if pasted else terminal_width(sys.stderr)
+            text, width = masked(text), None if pasted else terminal_width(sys.stderr)
             with suppress(OSError):  # a note that can't be printed does not fail the command
                 lines = [text] if width is None else wrapped(text, width, whole_words=True)
                 click.echo("\n".join(lines), err=True)

@@ -54,6 +54,7 @@ class Call:
     paths: tuple[str, ...] = ()  # the files that were named as input
     to_stderr: bool = False  # the output file goes to stdout, so words must not
     revision: str | None = None  # of repositories on the hub
+    typed: tuple[str, ...] = ()  # all arguments, which may hold a password
 
 
 def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> int:
@@ -98,6 +99,14 @@ def mismatch_fields(error: Mismatch) -> dict[str, object]:
 
 def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, int]:
     """Return (kind, message, hint, exit code) of an error; raise one that is not expected: a bug."""
+    kind, message, hint, code = _described(error, call)
+    for each in call.typed:  # click and the system quote them
+        if (shown := errors.masked(each, whole=True)) != each:
+            message, hint = message.replace(each, shown), hint and hint.replace(each, shown)
+    return kind, errors.masked(message), hint and errors.masked(hint), code
+
+
+def _described(error: BaseException, call: Call) -> tuple[str, str, str | None, int]:
     hint: str | None
     if isinstance(error, CkptToolError):
         hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)

@@ -189,7 +189,7 @@ def main() -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every expected failure is one line, a bug is raised."""
-    call = Call()
+    call = Call(typed=tuple(arguments))
     try:
         if not arguments:
             group(["--help"], prog_name="ckpttool", standalone_mode=False)

@@ -7,7 +7,7 @@ import re
 import shlex
 import zlib
 
-from ...errors import Unsupported, UsageFault
+from ...errors import Unsupported, UsageFault, masked
 from .. import system
 from ..remote.urls import BUCKETS, HUB, canonical, is_url
 from ..tensors.ref import Source
@@ -161,7 +161,7 @@ def output_at(path: str, revision: str | None = None) -> str:
     if not is_url(path) or os.path.isdir(f"{scheme}:"):
         return system.local(path)
     if scheme not in (*BUCKETS, HUB, "file"):
-        what = f"{path.partition('?')[0]}: is a URL of a kind that is not written here"
+        what = f"{masked(path, whole=True)}: is a URL of a kind that is not written here"
         raise UsageFault(what, hint="s3, gs, az and hf are written; for others write a file, then upload it")
     return canonical(path, revision)
 

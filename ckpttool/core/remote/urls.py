@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
-from ...errors import Unreadable, Unsupported
+from ...errors import WEB, Unreadable, Unsupported, is_login
 from .. import system
 from ..tensors.ref import ByteRange, Computed, Source, Storage
 from . import ahead
@@ -21,7 +21,7 @@ from . import ahead
 OFFLINE = "CKPTTOOL_OFFLINE"  # the variable that --offline sets
 ON = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 
-WEB, BUCKETS, HUB = ("https", "http"), ("s3", "gs", "az"), "hf"
+BUCKETS, HUB = ("s3", "gs", "az"), "hf"
 
 URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
 SIGNING = re.compile(r"\?(.*&)?(sig|signature|token|[\w-]*-(signature|credential|token))=", re.IGNORECASE)
@@ -56,20 +56,26 @@ def canonical(path: str, revision: str | None = None) -> str:
     """
     if path in _queries:
         return path
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise Unreadable(path, "holds what no path can: half of a character") from None
+    if "\0" in path:
+        raise Unreadable(path, "holds what no path can: a zero byte")
     if not is_url(path):
         return system.local(path)
     match = URL.match(path)
     assert match is not None
     scheme, rest = match[1].lower(), match[2]
-    if "@" in (authority := rest.partition("/")[0]) and (scheme != HUB or ":" in authority):
+    if _has_login(scheme, rest):
         what = "holds a password, which others on this machine can see"
-        raise Unreadable(_shown(scheme, rest), what, hint="name it without; ask the owner for a signed link")
+        raise Unreadable(path, what, hint="name it without; ask the owner for a signed link")
     if scheme == "file":
         return _local(path, rest)
     if scheme == HUB:
         return _of_hub(rest, revision)
     if os.environ.get(OFFLINE):
-        raise Unreadable(_shown(scheme, rest), "is not asked for while offline", hint="leave out --offline")
+        raise Unreadable(path, "is not asked for while offline", hint="leave out --offline")
     if scheme in WEB:
         return _web(scheme, rest)
     if scheme in BUCKETS:
@@ -77,10 +83,10 @@ def canonical(path: str, revision: str | None = None) -> str:
             raise Unreadable(path, "names no bucket", hint=f"for example: {scheme}://BUCKET/KEY")
         if SIGNING.search(rest):
             what = "is signed, and buckets are asked with the credentials of the environment"
-            raise Unreadable(_shown(scheme, rest), what, hint="name it by https://, or without what signs it")
+            raise Unreadable(path, what, hint="name it by https://, or without what signs it")
         return f"{scheme}://{rest}"
     hint = "https, hf, s3, gs and az are read; download it first"
-    raise Unsupported(_shown(scheme, rest), "is a URL of a kind that is not read here", hint=hint)
+    raise Unsupported(path, "is a URL of a kind that is not read here", hint=hint)
 
 
 def place_of(url: str) -> RemotePlace:
@@ -97,10 +103,11 @@ def without_query(url: str) -> str:
     return url.rpartition("?…")[0] if url in _queries else url
 
 
-def _shown(scheme: str, rest: str) -> str:
-    """Return a URL for an error, without password and query."""
-    authority, slash, path = rest.partition("?")[0].partition("/")
-    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+def _has_login(scheme: str, rest: str) -> bool:
+    """Return whether a URL holds a password; a web server without a dot may have `@` in its paths."""
+    host = re.split("[/?#]", rest, maxsplit=1)[0]
+    is_path = scheme in WEB and re.fullmatch(r"[^:@%]*(:\d*)?", host) and rest[len(host) :][:1] == "/"
+    return is_login(scheme, rest) and not is_path
 
 
 def _local(path: str, rest: str) -> str:
@@ -117,7 +124,7 @@ def _web(scheme: str, rest: str) -> str:
     from urllib.parse import unquote, urlsplit
 
     begin, _, query = rest.partition("#")[0].partition("?")
-    shown = _shown(scheme, rest)
+    shown = f"{scheme}://{rest}"
     try:
         parts = urlsplit(f"{scheme}://{begin}")
         host, port = parts.hostname, parts.port

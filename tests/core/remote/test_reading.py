@@ -7,8 +7,10 @@ import os
 import struct
 import subprocess
 import sys
+import traceback
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import ckpttool
 from ckpttool.core.formats import shards
 from ckpttool.core.remote import ahead
 from ckpttool.core.remote.store import TRAFFIC
-from ckpttool.core.remote.urls import canonical
+from ckpttool.core.remote.urls import OFFLINE, canonical
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported
 from tests.support.every_format import INPUTS, as_dcp, training
 from tests.support.hub_server import Hub, Reply, Seen
@@ -307,6 +309,66 @@ def test_what_signs_a_url_is_said_nowhere(server: RangeServer, tmp_path: Path, c
         ckpttool.open(url)
     assert "SECRET" not in f"{raised.value}{raised.value!r}{raised.value.__dict__}"
     assert "SECRET" not in "".join(map(str, cache.rglob("*")))
+
+
+LEAKING = (
+    *("https://u:SECRET@h/x", "ftp://u:SECRET@h/x", "http://user:SECRET?x@h/x", "http://user:SEC/SECRET@h/x"),
+    *("hf://o/r?token=SECRET", "hf://o/r/f.pt?SECRET", "hf://u:SECRET@o/r", "http://user:1/SECRET@h/x"),
+    *("http://u:SEC#SECRET@h/x", "https://u:SECRET%40h/x", "s3://AKIA:S/SECRET@b/k", "s3:///u:SECRET@b/k"),
+    *("gs://b/k?sig=SECRET", "HTTPS://u:SEC SECRET@h/x", "https:/u:SECRET@h/x", "https://[u:SECRET@h/x"),
+    *("http://h:80/x.pt?a=b SECRET", "az://u:SECRET@c/k", "file://u:SECRET@h/x", "xyz:///u:SECRET@h/x"),
+    "https://u:SECRET@h/x\udcff",
+)
+WAYS = (
+    *("inspect {}", "convert a.pt {}", "convert {} o.pt", "strip-prefix a.pt {} --force", "diff a.pt {}"),
+    *("delta a.pt {} o", "delta a.pt a.pt {}", "apply {} a.pt o", "inspect a.pt+{}", "inspect {}+a.pt"),
+    *(
+        "convert a.pt o.pt --map {}",
+        "{}",
+        "inspect a.pt {} {}",
+        "convert a.pt o.pt --{}",
+        "digest a.pt --state {}",
+    ),
+    *("convert a.pt o.pt --dtype {}", "average a.pt {} o.pt", "doctor a.pt --model {}", "report a.pt -o {}"),
+    *(
+        "merge {} o.pt",
+        "scan {}",
+        "inspect {} --revision {}",
+        "verify a.pt --against {}",
+        "slim {} --in-place",
+    ),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_password_is_said_nowhere(
+    way: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTTOOL_TIMEOUT", "0.2")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    torch.save({"w": torch.ones(2)}, "a.pt")
+    for url in LEAKING if way in WAYS[:3] else LEAKING[:5]:
+        for more in ((), ("--json",)):
+            ran = cli(*(each.replace("{}", url) for each in way.split()), *more)
+            assert "SECRET" not in ran.out + ran.err, (url, ran.out + ran.err)
+
+
+@pytest.mark.parametrize("url", LEAKING)
+def test_no_error_holds_a_password(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv(OFFLINE, "1")
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    with ckpttool.open(tmp_path / "a.pt") as checkpoint:
+        calls = (ckpttool.open, ckpttool.inspect, partial(ckpttool.save, checkpoint))
+        for call in calls:
+            with pytest.raises(CkptToolError) as raised:
+                call(url)
+            error = raised.value
+            assert "SECRET" not in f"{error}{error!r}{error.args}{error.__dict__}"
+            assert "SECRET" not in "".join(traceback.format_exception(error)).split("call(url)")[-1]
+    assert "SECRET" not in f"{ckpttool.scan(url)}"
 
 
 # URLs.

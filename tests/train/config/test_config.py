@@ -21,6 +21,13 @@ from train.config.sections import TrainConfig
 from train.launch import program as launch
 
 
+def test_no_record_holds_what_signs_a_url():
+    signed = ["--init", "https://h.org/a.pt?sig=SECRET", "--init-allow-missing", "x*"]
+    config = command_line.parse(signed)
+    assert "SECRET" not in f"{config.plain()}{command_line.arguments_of(config)}"
+    assert config.model.init == signed[1]
+
+
 def be_rank(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
