@@ -454,6 +454,15 @@ def _without_end(exchange: Exchange, begin: bytes, repeated: bytes) -> None:
         exchange.connection.sendall(repeated)
 
 
+def flood(exchange: Exchange, begin: bytes, repeated: bytes) -> None:
+    """Send bytes again and again, as fast as they are taken."""
+    exchange.end()
+    exchange.connection.sendall(begin)
+    with contextlib.suppress(OSError):
+        while not exchange.server.site.stopping.is_set():
+            exchange.connection.sendall(repeated * 1000)
+
+
 def _compressed(exchange: Exchange, right: Answer) -> None:
     """Send compressed bytes, with headers that say so."""
     body = memoryview(gzip.compress(right.body))
@@ -497,6 +506,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         x, b"HTTP/1.1 206 Partial Content\r\n: nothing\r\nConnection: close\r\n\r\n", bytes(a.body)
     ),
     "no end of continues": lambda x, _: _without_end(x, b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "flood of continues": lambda x, _: flood(x, b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "no length": lambda x, a: _raw(x, b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", bytes(a.body)),
     "compressed": _compressed,
     "changed": _changed,

@@ -169,6 +169,7 @@ class _Place(NamedTuple):
 
     url: str
     facts: Facts  # as the host there tells them
+    nearness: str  # of the hub
 
     def __repr__(self) -> str:
         return "<_Place>"
@@ -287,8 +288,9 @@ class Repository:
         return self._get(key, newer, start, stop).checked(self.shown(key)).body
 
     def _get(self, key: str, place: _Place, start: int, stop: int) -> Response:
-        shown, headers = self.shown(key), authorization() if self._is_hubs(place.url) else None
-        return self._transport.get(place.url, start, stop, shown=shown, headers=headers, expected=place.facts)
+        ours = {"headers": authorization()} if self._is_hubs(place.url) else {"nearness": place.nearness}
+        known: Any = {"shown": self.shown(key), "expected": place.facts, **ours}
+        return self._transport.get(place.url, start, stop, **known)
 
     def _resolved(self, key: str, facts: Facts, start: int, stop: int) -> Bytes:
         """Return bytes of a file by way of the hub, and remember where it led."""
@@ -304,7 +306,7 @@ class Repository:
         told = _hash_of((*response.redirects, response.headers))
         if found is None or found.size != facts.size or (told and told not in facts.identity):
             raise changed(shown)
-        self._places[key] = _Place(response.url, found)
+        self._places[key] = _Place(response.url, found, response.nearness)
         return response.body
 
     def _is_hubs(self, url: str) -> bool:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, urljoin, urlsplit
 
 from ...errors import CkptToolError, Unreadable
 from .store import TRAFFIC, Facts, Missing, Patience, next_step, seconds_asked, started
-from .web import PASSING, Transport, origin
+from .web import PASSING, Fault, Transport, nearness, origin, proxy_of, too_near
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -309,6 +309,8 @@ def _judged(about: About, error: BaseException) -> tuple[CkptToolError, bool, fl
         return refused(about, status, headers), status in PASSING, seconds_asked(headers)
     if isinstance(error, HFValidationError):
         return Unreadable(about.url, f"'{about.name}' is no name of a repository"), False, None
+    if isinstance(error, Fault):
+        return Unreadable(about.url, f"the hub can't be asked: {error.reason}"), False, None
     why = SECRETS.sub("…", str(error).strip().partition("\n")[0]) or type(error).__name__
     if type(error).__module__.startswith("httpx"):
         hint = "check the network, and HF_ENDPOINT"
@@ -375,11 +377,23 @@ def _begun(request: Any) -> None:
         given = {each: seconds for each, seconds in request.extensions.get("timeout", {}).items() if seconds}
         usual = dict.fromkeys(("connect", "read", "write", "pool"), Patience.usual().stall)
         request.extensions["timeout"] = usual | given
-        request.extensions["trace"] = partial(_followed, id(request))
+        host, ours = request.url.host, urlsplit(endpoint()).hostname or ""
+        allowed = None if host == ours else nearness(ours)  # of a host that a server has named
+        if allowed is not None and nearness(host) not in ("", allowed):
+            raise too_near(host)
+        by_proxy = proxy_of(str(request.url)) is not None
+        request.extensions["trace"] = partial(_followed, id(request), None if by_proxy else allowed)
 
 
-def _followed(request: int, event: str, info: object) -> None:
-    """Note when the wait for an answer begins and ends: httpx bounds only the wait for each byte."""
+def _followed(request: int, allowed: str | None, event: str, info: Mapping[str, Any]) -> None:
+    """Note when the wait for an answer begins and ends: httpx bounds only the wait for each byte.
+
+    Raises Fault where a connection leads nearer than is allowed.
+    """
+    if allowed is not None and event.endswith("connect_tcp.complete"):
+        address = info["return_value"].get_extra_info("server_addr")[0]
+        if nearness(address) not in ("", allowed):
+            raise too_near(address)
     awaited: dict[int, float] = getattr(_of_thread, "awaited", {})
     if event.endswith("receive_response_headers.started"):
         awaited[request] = time.monotonic()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from ...errors import Refused, Unreadable, Unsupported, UsageFault
 from .. import system
-from ..files.commit import replacing
+from ..files.commit import open_source_descriptor, replacing
 from ..lazy import hashlib
 from ..tensors.ref import Source
 from .ahead import Ahead, Line
@@ -54,13 +54,13 @@ def kept(url: str, facts: Facts) -> Stretches:
     if (path := _path(url, facts)) is None:
         return {}
     try:
-        with open(path, "rb") as file:
+        with open(open_source_descriptor(path), "rb") as file:  # which a pipe does not hold up
             if not system.is_mine_alone(os.fstat(file.fileno())):
                 return {}  # another user may have written what is in it
             digest, body = file.read(32), file.read(LARGEST + (1 << 20))
         os.utime(path)  # the least recently used file is removed first
         stretches = _parsed(body) if hashlib.sha256(body).digest() == digest else {}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, Unreadable):
         return {}
     inside = all(begin + len(data) <= facts.size for begin, data in stretches.items())
     return stretches if inside and 0 in stretches else {}

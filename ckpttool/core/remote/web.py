@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import mmap
 import os
 import re
@@ -34,33 +35,29 @@ TRUST = "set SSL_CERT_FILE to a file with the certificate of the authority that 
 
 
 class _Late(TimeoutError):
-    """The headers do not end."""
+    """What is awaited does not end, though bytes arrive; the text says what."""
 
 
 class _Timely(io.RawIOBase):
-    """The bytes that arrive on a connection; a time limit bounds headers that drip."""
+    """The bytes that arrive on a connection; a time limit bounds what drips, or flows and says nothing."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw, self._sock = raw, sock
         self.timeout = sock.gettimeout()
-        self.until = None if self.timeout is None else time.monotonic() + 2 * self.timeout  # a stall is first
+        self.begin("the headers do not end")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int | None:
-        if self.until is not None:
-            self._sock.settimeout(min(self.timeout or 0, max(self.until - time.monotonic(), 1e-3)))
-        try:
-            return self._raw.readinto(buffer)
-        except TimeoutError:
-            if self.until is not None and time.monotonic() >= self.until:
-                raise _Late from None
-            raise
+        if time.monotonic() >= self.until:  # looked at before each read: the socket may never be silent
+            raise _Late(self.what)
+        return self._raw.readinto(buffer)
 
-    def has_headers(self) -> None:
-        self.until = None
-        self._sock.settimeout(self.timeout)
+    def begin(self, what: str) -> None:
+        """Begin to wait for something; `what` is said if it does not end."""
+        # A silent socket ends the wait first.
+        self.what, self.until = what, time.monotonic() + 2 * (self.timeout or math.inf)
 
     def close(self) -> None:
         self._raw.close()
@@ -68,7 +65,7 @@ class _Timely(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    """A response with a time limit for its headers, whose body is read straight into given memory."""
+    """A response with time limits, whose body is read straight into given memory."""
 
     room: memoryview | None = None  # for the next bytes
 
@@ -77,12 +74,9 @@ class _Response(HTTPResponse):
         self._timely = _Timely(self.fp.detach(), sock)
         self.fp: Any = io.BufferedReader(self._timely)
 
-    def begin(self) -> None:
-        super().begin()
-        self._timely.has_headers()
-
     def read1(self, n: int = -1) -> bytes:
         """Return what arrives next; it lies in the room, if there is one."""
+        self._timely.begin("the answer does not go on")  # but signs around its chunks
         if self.room is None or self.fp is None or self.chunked or self.length is None:
             return super().read1(n)
         view = self.room[: min(n, self.length)]
@@ -94,15 +88,63 @@ class _Response(HTTPResponse):
 
 
 class Connection:
-    """A connection that knows the last response on it."""
+    """A connection that knows the last response on it, and how near the address is that it leads to."""
+
+    allowed: str | None = None  # how near it may be, besides far away; None: as near as the user has named
+
+    def _new_conn(self) -> socket.socket:
+        sock: socket.socket = super()._new_conn()  # type: ignore[misc]
+        address = sock.getpeername()[0]
+        self.nearness = nearness(address)
+        if self.allowed is not None and self.nearness not in ("", self.allowed):
+            sock.close()
+            raise too_near(address)
+        return sock
 
     def response_class(self, *args: Any, **kwargs: Any) -> _Response:
         self.response = _Response(*args, **kwargs)
         return self.response
 
 
-def manager_by(scheme: str, proxy: str | None, stall: float) -> PoolManager:
-    """Return pools of connections to hosts, direct or by a proxy."""
+METADATA = {  # where machines get their credentials: of Amazon, Google, Alibaba, Azure and Oracle
+    *("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"),
+}
+
+
+def nearness(host: str) -> str:
+    """Return whether an address is of this machine, "loopback", or of its link or its cloud: "link-local".
+
+    Return "" for any other, and for names but those of this machine: only a connection tells where one leads.
+    """
+    import ipaddress
+
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return "loopback"
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        try:
+            address = ipaddress.ip_address(socket.inet_aton(name))  # 2130706433, 0x7f.1, 127.1
+        except (OSError, ValueError):
+            return "link-local" if name in ("metadata", "metadata.google.internal") else ""
+    if isinstance(address, ipaddress.IPv6Address):
+        is_in_another = address in ipaddress.ip_network("64:ff9b::/96") or 1 < int(address) < 1 << 32
+        inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if is_in_another else None
+        address = address.ipv4_mapped or address.sixtofour or inner or address
+    if address.is_loopback or address.is_unspecified:
+        return "loopback"
+    return "link-local" if address.is_link_local or str(address) in METADATA else ""
+
+
+def too_near(address: str) -> Fault:
+    """Return the fault of a redirect to an address that only the user may name."""
+    what = f"the server redirects to {address}, an address of this machine or its own network"
+    return Fault(f"{what}, which is not followed", passes=False, hint="name that URL itself, if you mean it")
+
+
+def manager_by(scheme: str, proxy: str | None, stall: float, allowed: str | None = None) -> PoolManager:
+    """Return pools of connections to hosts, direct or by a proxy, that may be no nearer than `allowed`."""
     import urllib3
     from urllib3 import connection, connectionpool
 
@@ -115,8 +157,8 @@ def manager_by(scheme: str, proxy: str | None, stall: float) -> PoolManager:
     }
     manager = urllib3.PoolManager(**kept) if proxy is None else _proxied(proxy, kept)
     manager.pool_classes_by_scheme = {
-        "http": _bounded(urllib3.HTTPConnectionPool),
-        "https": _bounded(urllib3.HTTPSConnectionPool),
+        "http": _bounded(urllib3.HTTPConnectionPool, allowed),
+        "https": _bounded(urllib3.HTTPSConnectionPool, allowed),
     }
     return manager
 
@@ -132,8 +174,8 @@ def _proxied(proxy: str, kept: dict[str, Any]) -> PoolManager:
     return urllib3.ProxyManager(address.url, proxy_headers=login, proxy_ssl_context=trusted, **kept)
 
 
-def _bounded(pool: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
-    connection = type("BoundedConnection", (Connection, pool.ConnectionCls), {})
+def _bounded(pool: type[HTTPConnectionPool], allowed: str | None) -> type[HTTPConnectionPool]:
+    connection = type("BoundedConnection", (Connection, pool.ConnectionCls), {"allowed": allowed})
     return type("Pool", (pool,), {"ConnectionCls": connection})
 
 
@@ -176,7 +218,7 @@ def named(error: Exception, stall: float, *, known: bool) -> Fault:
     if isinstance(error, of.ConnectTimeoutError):
         return Fault(f"no connection within {stall:g} s", passes=known)
     if isinstance(cause, _Late):
-        return Fault(f"the headers do not end within {2 * stall:g} s")
+        return Fault(f"{cause} within {2 * stall:g} s")
     if isinstance(error, of.TimeoutError):
         return Fault(f"no byte for {stall:g} s")
     return Fault(_reason(cause))
@@ -213,6 +255,7 @@ class Wanted:
     private: Mapping[str, str]
     expected: Facts | None
     file: BinaryIO
+    nearness: str | None = None  # of the URL that the user named, if this is where it led
     known: Facts | None = None  # expected, or of the answer that the file's first bytes are from
 
     def __post_init__(self) -> None:
@@ -301,6 +344,7 @@ class Response:
     url: str = field(repr=False)  # that answered, perhaps signed: for later requests, never for a message
     redirects: tuple[Mapping[str, str], ...] = field(repr=False)  # the headers of each answer before
     facts: Facts | None  # None where the server refused
+    nearness: str = ""  # of the address that was asked first
 
     def checked(self, shown: str, credentials: str | None = None) -> Response:
         """Return this response if it has facts.
@@ -328,6 +372,8 @@ class Transport:
         headers: e.g. Authorization. They go to the scheme, host and port of `url` alone.
         expected: facts of an earlier answer. Another size or identity now raises Damaged, by `changed`; an
             identity of "" matches any. If it is a strong ETag, it is sent as If-Match.
+        nearness: of the URL that led to `url` by a redirect, as its Response has it: no nearer address is
+            asked. None: `url` is the user's own.
 
     They return a Response for the statuses 200 and 206 and for refusals that another try won't change (401,
     403, 404, 410 …): call its `checked`, or look at its status. They raise Unreadable for everything else.
@@ -336,7 +382,7 @@ class Transport:
     def __init__(self, patience: Patience) -> None:
         """Connect to nothing yet."""
         self._patience = patience
-        self._pools: dict[tuple[str, str | None, int], PoolManager] = {}
+        self._pools: dict[tuple[str, str | None, str | None, int], PoolManager] = {}
         self._lock = threading.Lock()
 
     def get(
@@ -348,6 +394,7 @@ class Transport:
         shown: str,
         headers: Mapping[str, str] | None = None,
         expected: Facts | None = None,
+        nearness: str | None = None,
     ) -> Response:
         """Return the bytes from `start` to `stop`, or to the end of a smaller object.
 
@@ -356,7 +403,7 @@ class Transport:
         """
         # Its pages go back at once, where a thread's heap keeps what was freed.
         room = system.memory(stop - start) if expected and expected.size else io.BytesIO()
-        wanted = Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room))
+        wanted = Wanted(url, shown, start, stop, headers or {}, expected, cast(BinaryIO, room), nearness)
         response = self._patiently(wanted)
         body = memoryview(room) if isinstance(room, mmap.mmap) else room.getbuffer()
         return replace(response, body=body[: room.tell()])
@@ -394,24 +441,28 @@ class Transport:
 
     def _attempt(self, wanted: Wanted) -> Response:
         """Send a request for what is still missing, and take what arrives."""
-        answer, url, redirects = self._follow(wanted)
+        answer, url, redirects, near = self._follow(wanted)
         try:
             if answer.status in PASSING:
                 raise _busy(answer)
             facts = self._take(wanted, answer)
         finally:
             leave(answer)
-        return Response(answer.status, answer.headers, b"", url, redirects, facts)
+        return Response(answer.status, answer.headers, b"", url, redirects, facts, near)
 
-    def _follow(self, wanted: Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...]]:
-        """Return the answer that is no redirect, the URL that gave it, and the headers of those before."""
-        urls, private = [wanted.url], wanted.private
+    def _follow(self, wanted: Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...], str]:
+        """Return the answer that is no redirect, the URL that gave it, the headers of those before, and how
+        near the first address was: no redirect leads nearer."""
+        urls, private, near = [wanted.url], wanted.private, wanted.nearness
         passed: list[Mapping[str, str]] = []
         while True:
-            answer = self._request(urls[-1], {**wanted.asked(), **private})
+            answer = self._request(urls[-1], {**wanted.asked(), **private}, near)
             location = answer.headers.get("Location")
+            if near is None:
+                of_name = nearness(urlsplit(urls[-1]).hostname or "")
+                near = of_name if proxy_of(urls[-1]) else getattr(answer.connection, "nearness", of_name)
             if answer.status not in MOVED or location is None:
-                return answer, urls[-1], tuple(passed)
+                return answer, urls[-1], tuple(passed), near
             leave(answer)
             passed.append(answer.headers)
             further = target(urls[-1], location)
@@ -423,10 +474,10 @@ class Transport:
                 private = {}  # for good: a later redirect back would be another host's wish
             urls.append(further)
 
-    def _request(self, url: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
+    def _request(self, url: str, headers: Mapping[str, str], near: str | None) -> BaseHTTPResponse:
         TRAFFIC.count()
         try:
-            return self._manager(url).request(
+            return self._manager(url, near).request(
                 "GET", url, headers=headers, redirect=False, retries=False, preload_content=False
             )
         except ValueError:  # its text may hold a token
@@ -486,21 +537,25 @@ class Transport:
             if seconds > self._patience.stall and got < SLOWEST * seconds:
                 raise Fault(f"fewer than {SLOWEST} bytes a second arrive")
 
-    def _manager(self, url: str) -> PoolManager:
+    def _manager(self, url: str, near: str | None) -> PoolManager:
         """Return the pools of the hosts that are reached in the same way: directly, or by a proxy."""
-        parts = urlsplit(url)
-        proxy = _proxy(parts.scheme, parts.netloc.rpartition("@")[2])
-        way = parts.scheme, proxy, os.getpid()  # a fork has no part in its parent's pools
+        parts, proxy = urlsplit(url), proxy_of(url)
+        if proxy is not None:  # it finds the address of a name, and its own may be near
+            if near is not None and nearness(parts.hostname or "") not in ("", near):
+                raise too_near(parts.hostname or "")
+            near = None
+        way = parts.scheme, proxy, near, os.getpid()  # a fork has no part in its parent's pools
         with self._lock:
             if way not in self._pools:
-                self._pools[way] = manager_by(parts.scheme, proxy, self._patience.stall)
+                self._pools[way] = manager_by(parts.scheme, proxy, self._patience.stall, near)
             return self._pools[way]
 
 
-def _proxy(scheme: str, host: str) -> str | None:
-    proxies = getproxies_environment()
-    proxy = proxies.get(scheme) or proxies.get("all")
-    return None if proxy and proxy_bypass(host) else proxy
+def proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment names for a URL, if it does."""
+    parts, proxies = urlsplit(url), getproxies_environment()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    return None if proxy and proxy_bypass(parts.netloc.rpartition("@")[2]) else proxy
 
 
 def _busy(answer: BaseHTTPResponse) -> Fault:

@@ -17,16 +17,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("urllib3")
 
+from ckpttool.core.remote import web
 from ckpttool.core.remote.store import TRAFFIC, Facts, Missing, Patience, Unranged
 from ckpttool.core.remote.web import Https, Transport, quoted
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, UsageFault
-from tests.support.range_server import FAULTS, RangeServer
+from tests.support.range_server import FAULTS, RangeServer, flood
 from tests.support.running import ROOT, free_port, within
 
 DATA = bytes(range(256)) * 40
@@ -42,6 +44,7 @@ SLOW = {
     "drip": "fewer than 1000 bytes a second arrive",
     "drip headers": "the headers do not end within 0.8 s",
     "no end of continues": "the headers do not end within 0.8 s",
+    "flood of continues": "the headers do not end within 0.8 s",
 }
 PASSING = {
     "cut": "the answer was cut off",
@@ -492,6 +495,110 @@ def test_a_circle_over_two_hosts_is_named(server: RangeServer, elsewhere: RangeS
     server.fault("redirect", to=f"{elsewhere.url}/a.pt")
     elsewhere.fault("redirect", to=f"{server.url}/a.pt")
     assert "in a circle" in error_of(lambda: store(server).head("a.pt", 5)).message
+
+
+def seem_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have 127.0.0.2 stand for an address of another machine."""
+    real = web.nearness
+    monkeypatch.setattr(web, "nearness", lambda host: "" if host == "127.0.0.2" else real(host))
+
+
+TO_THIS = ("127.0.0.1", "localhost", "2130706433", "127.1", "[::ffff:127.0.0.1]", "0x7f000001")
+
+
+@pytest.mark.parametrize("host", TO_THIS)
+def test_no_redirect_from_elsewhere_leads_to_this_machine(
+    server: RangeServer, elsewhere: RangeServer, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    seem_elsewhere(monkeypatch)
+    target = f"{server.url.replace('127.0.0.1', host)}/a.pt"
+    assert store(server).head("a.pt", 5)[0] == DATA[:5]
+    elsewhere.fault("redirect", to=target)
+    asked = len(server.requests)
+    for kept in (store(elsewhere), store(elsewhere)):
+        error = error_of(lambda: kept.head("a.pt", 5))  # noqa: B023
+        assert "which is not followed" in error.message and "redirects to" in error.message
+    assert len(server.requests) == asked
+    transport = Transport(HASTE)  # which has a connection to it
+    transport.get(f"{server.url}/a.pt", 0, 5, shown="a.pt")
+    assert "not followed" in error_of(lambda: transport.get(f"{elsewhere.url}/a.pt", 0, 5, shown="a")).message
+    led = partial(transport.get, f"{server.url}/a.pt", 0, 5, shown="a.pt", nearness="")
+    assert "not followed" in error_of(led).message  # a place that was found before, by a name that may move
+    assert len(server.requests) == asked + 1
+    server.fault("redirect", times=1, to=f"{server.url}/a.pt?again")  # a server here may lead to another here
+    assert store(server).head("a.pt", 5)[0] == DATA[:5]
+
+
+def test_no_redirect_by_a_proxy_names_this_machine(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    for host in ("169.254.169.254", "2852039166", "localhost", "[::1]", "metadata.google.internal"):
+        server.fault("redirect", times=1, to=f"http://{host}/a.pt")
+        asked = len(server.requests)
+        assert "not followed" in error_of(lambda: store("http://far.invalid").head("a.pt", 5)).message
+        assert len(server.requests) == asked + 1
+    server.fault("redirect", times=1, to="http://far.other/a.pt")
+    assert store("http://far.invalid").head("a.pt", 5)[0] == DATA[:5]
+
+
+@pytest.mark.parametrize(
+    ("host", "how_near"),
+    [
+        *[
+            (host, "loopback")
+            for host in ("127.0.0.1", "127.9.9.9", "::1", "0.0.0.0", "::", "::ffff:127.0.0.1")
+        ],
+        *[
+            (host, "loopback")
+            for host in ("localhost", "a.localhost.", "2130706433", "0177.1", "2002:7f00:1::")
+        ],
+        *[(host, "link-local") for host in ("169.254.169.254", "fe80::1%eth0", "::ffff:169.254.1.1")],
+        *[(host, "link-local") for host in ("64:ff9b::a9fe:a9fe", "fd00:ec2::254", "100.100.100.200")],
+        *[(host, "link-local") for host in ("2852039166", "0xa9fea9fe", "METADATA.google.internal.")],
+        *[
+            (host, "")
+            for host in ("8.8.8.8", "10.0.0.1", "192.168.1.1", "2001:db8::1", "h.org", "", "1.2.3.4.5")
+        ],
+    ],
+)
+def test_how_near_an_address_is(host: str, how_near: str) -> None:
+    assert web.nearness(host) == how_near
+
+
+def without_end(server: RangeServer, begin: bytes, repeated: bytes) -> str:
+    """Return the error where an answer begins in one way, and goes on in another for ever."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setitem(FAULTS, "flood", lambda x, _: flood(x, begin, repeated))
+    try:
+        server.fault("flood")
+        began = time.monotonic()
+        transport = Transport(replace(BRIEF, attempts=1))
+        error = error_of(lambda: transport.page(f"{server.url}/a.pt", shown="a.pt", headers={}))
+        assert time.monotonic() - began < 5
+        return error.message
+    finally:
+        monkeypatch.undo()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\nLink: x\r\n\r\n"),
+        (CHUNKED + b"1\r\na\r\n0\r\n", b"X-Trailer: x\r\n"),
+        (CHUNKED + b"1;", b"extension"),
+        (b"HTTP/1.1 200 OK\r\n", b"X-Header: x\r\n"),
+        (b"HTTP/1.1 302 Found\r\n", b"X-Header: x\r\n"),
+    ],
+)
+def test_an_answer_without_an_end_ends_in_bounded_time(
+    server: RangeServer, begin: bytes, repeated: bytes
+) -> None:
+    said = without_end(server, begin, repeated)
+    assert "end within" in said or "go on within" in said or "not HTTP" in said
 
 
 def test_cookies_are_not_kept(server: RangeServer) -> None:

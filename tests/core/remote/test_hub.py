@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpttool.core.remote import hub_calls as calls
+from ckpttool.core.remote import web
 from ckpttool.core.remote.hub import Location, Repository, cached, is_offline, split
 from ckpttool.core.remote.store import TRAFFIC, Facts, ListedEntry, Missing, Patience
 from ckpttool.errors import CkptToolError, Damaged, OutputExists, Unreadable, UsageFault
@@ -464,6 +467,29 @@ def test_files_are_uploaded_by_one_commit(
     assert repo.head("out/index.json", 10)[0] == b"{}"
     assert {one.authorization for one in seen if one.host == "127.0.0.2"} == {None}
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "2852039166", "by a name"])
+def test_no_upload_goes_to_a_near_address_that_the_hub_names(
+    signed_in: Hub, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    to = f"http://{address}"
+    if address == "by a name":  # whose address is known only once there is a connection
+        name, real, resolve = "named.example", web.nearness, socket.getaddrinfo
+        far = {name: "127.0.0.2"}
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda host, *a, **k: resolve(far.get(host, host), *a, **k)
+        )
+        for module in (web, calls):
+            monkeypatch.setattr(
+                module, "nearness", lambda host: real(host.replace("127.0.0.2", "169.254.1.1"))
+            )
+        to = signed_in.elsewhere.replace("127.0.0.2", name)
+    monkeypatch.setattr(signed_in, "sign", lambda path: f"{to}{path}")
+    with pytest.raises(Unreadable, match="which is not followed"):
+        repository().put(files, replace=False)
+    assert held(signed_in) is None
+    assert not [one for one in signed_in.requests() if "/upload/" in one.path]
 
 
 def test_files_are_uploaded_to_a_branch_of_a_dataset(signed_in: Hub, files: dict[str, str]) -> None:

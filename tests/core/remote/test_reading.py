@@ -371,6 +371,21 @@ def test_no_error_holds_a_password(url: str, tmp_path: Path, monkeypatch: pytest
     assert "SECRET" not in f"{ckpttool.scan(url)}"
 
 
+def test_a_pipe_in_the_cache_is_no_part_of_it(
+    server: RangeServer, tmp_path: Path, cli: Cli, cache: Path
+) -> None:
+    put(tmp_path / "there")
+    assert cli("inspect", f"{server.url}/a.pt").code == 0
+    (kept,) = cache.iterdir()
+    os.mkfifo(cache / "other.ranges")
+    os.mkfifo(cache / f".{kept.name}.ckpttool.part")
+    for make in (os.mkfifo, os.mkdir):
+        kept.unlink()
+        make(kept)
+        assert cli("inspect", f"{server.url}/a.pt").code == 0
+    assert kept.is_dir()
+
+
 # URLs.
 
 CANONICAL = {
