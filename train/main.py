@@ -197,27 +197,23 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
 def take_step(trainer: Trainer, step: Step, batches: Iterator[tuple[Any, int]]) -> None:
     """Take one optimizer step: forward, loss, backward and update, on this rank's part of the global batch.
 
-    DDP averages gradients over the W ranks. Wanted are those of the mean loss over the samples of all ranks,
-    so each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
+    Wanted is the gradient of the mean loss over the samples of all ranks; train/trainer/exact.py says how.
     """
     from ckpttool.distributed import global_mean_loss
     from train.trainer.progress import Sums
 
-    task, precision, log = trainer.task, trainer.updater.precision, trainer.log
+    task, precision, log, exact = trainer.task, trainer.updater.precision, trainer.log, trainer.exact
     sums = Sums()
-    passes = trainer.passes(step)
+    passes = exact.passes(step)
     for number in range(1, passes + 1):
         # Sent before backward, so that the sum over ranks arrives with the gradients.
-        begin_count = partial(trainer.begin_count, sums) if number == passes else None
-        # DDP reduces the gradients in the last pass, and only adds them to its own in those before.
-        with contextlib.nullcontext() if number == passes else trainer.ddp.no_sync():
-            if number > 1:
-                trainer.used.between()
+        begin_count = partial(exact.begin_count, sums) if number == passes else None
+        with exact.one_pass(number, passes):
             with log.phase("data"):
                 batch, samples = next(batches) if number <= len(step.micro_batches) else (None, 0)
             if batch is None:  # other ranks have samples left
                 with log.phase("backward"):
-                    trainer.run_dummy_step(begin_count)
+                    exact.run_dummy_pass(begin_count)
                 continue
             with log.phase("forward"), precision.autocast():
                 outputs = task.forward(trainer.ddp, batch)
@@ -226,14 +222,14 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[tuple[Any, int]]) 
             sums.add(loss, count, samples=samples)
             if begin_count:
                 begin_count()
-            with log.phase("backward", loss_of_mean), trainer.backward_of(loss, count):
+            with log.phase("backward", loss_of_mean), exact.backward_of(loss_of_mean, outputs, count):
                 loss_of_mean.backward()
         sums.add_correct(task.correct(outputs, batch))
     with log.phase("reduce"):
-        trainer.check_gradients()  # before anything is waited for: DDP may still wait for a missing gradient
-        step, counted = trainer.average_over_count(step, sums)
+        exact.end_passes()  # before anything is waited for: DDP may still wait for a missing gradient
+        step, counted = exact.average(step, sums)
     with log.phase("update"):
-        norm = trainer.update(counted)
+        norm = trainer.update(step, counted)
     trainer.end_step(step, sums, norm)
 
 

@@ -41,19 +41,22 @@ def run_dummy_pass(
     """
     with leaving_no_trace(model, together=together):
         outputs = [output for output in tensors((forward or model)(batch)) if output.requires_grad]
-        with gradients_zeroed(model):
+        with gradients_changed(own_parameters(model), torch.zeros_like):  # also where it is 0 / 0
             torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
 
-@contextlib.contextmanager
-def gradients_zeroed(model: nn.Module) -> Iterator[None]:
-    """Let backward passes in the block bring gradients of zero, also where that is 0 / 0, as of a mean.
+def own_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
+    """Return the parameters that get gradients in a pass; of a model that FSDP2 divides, its `wholes`."""
+    return getattr(model, "wholes", None) or model.parameters()
 
-    Of a model that FSDP2 divides, `wholes` are the parameters that get gradients.
-    """
-    parameters = getattr(model, "wholes", None) or model.parameters()
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    hooks = [each.register_hook(torch.zeros_like) for each in trained]
+
+@contextlib.contextmanager
+def gradients_changed(
+    of: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Let backward passes in the block change the gradients of these tensors before they are used."""
+    trained = (each for each in of if each.requires_grad)
+    hooks = [each.register_hook(change) for each in trained]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -209,7 +212,7 @@ class Uneven(Generic[Batch]):
             batches: of this rank, any number; iterated over again by each `for`.
             count: batch -> how many samples, tokens or pixels its loss is summed over; by default the length
                 of the first axis of a tensor, or of a flat list, tuple or mapping of tensors. A batch with a
-                count of 0 is replaced by a dummy.
+                count of 0 is replaced by a dummy, and so is in no statistics of synchronised layers.
         """
         self.model, self.batches, self._count_of = model, batches, count or length
         self.is_dummy, self.global_count = False, 0

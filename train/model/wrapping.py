@@ -31,6 +31,8 @@ from train.config.sections import ModelConfig
 # Versions of one function that are compiled before torch gives up: each shape and each mode has its own.
 GRAPHS = 64
 
+SYNCHRONISED = nn.SyncBatchNorm, batchnorm.SyncBatchNorm
+
 
 def compare(model: nn.Module, when: str) -> None:
     """Raise RanksDiffer unless all ranks have tensors of the same names, types and shapes. A collective."""
@@ -180,6 +182,11 @@ def as_trained(settings: ModelConfig, model: nn.Module) -> nn.Module:
     except UsageFault as fault:
         what = f"--batchnorm sync: {settings.name}: {fault.message}"
         raise UsageFault(what, hint="give plain or pooled") from None
+
+
+def has_sync(model: nn.Module) -> bool:
+    """Return whether a model has synchronised layers, ours or torch's, of `--batchnorm` or its own."""
+    return any(isinstance(module, SYNCHRONISED) for module in model.modules())
 
 
 def has_torchs_sync(model: nn.Module) -> bool:

@@ -121,7 +121,7 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
     """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
     # Synchronised layers see the samples of all ranks.
     settings = config.model
-    together = settings.batchnorm == "sync"
+    together = wrapping.has_sync(model)
     sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
     # The size of a stream's last batch is not known.
     unknown = isinstance(trial.data.train, Stream) or config.data.skip_damaged

@@ -92,8 +92,9 @@ def _pass(trainer: Trainer, indices: list[int]) -> Callable[[], None]:
 
     def run() -> None:
         with trainer.updater.precision.autocast():
-            loss, count = task.loss(task.forward(model, batch), batch)
-        with trainer.backward_of(loss, count):
+            outputs = task.forward(model, batch)
+            loss, count = task.loss(outputs, batch)
+        with trainer.exact.backward_of(loss, outputs, count):
             loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -182,22 +183,22 @@ def take_virtual_step(trainer: Trainer, steps: dict[int, Step], batches: Batches
     for virtual, step in steps.items():
         with contextlib.nullcontext() if virtual == 0 else buffers_restored(model):
             if _pass_all(trainer, virtual, step, batches, sums):
-                trainer.check_gradients()
+                trainer.exact.end_passes()
         total.take(virtual % len(steps))
     with trainer.log.phase("reduce"):
         total.sum_over_ranks()
         collectives.broadcast_into(model.buffers())  # which are those of virtual rank 0
-        trainer.begin_count(sums)
-        step, counted = trainer.average_over_count(step, sums)
+        trainer.exact.begin_count(sums)
+        step, counted = trainer.exact.average(step, sums)
     with trainer.log.phase("update"):
-        norm = trainer.update(counted)
+        norm = trainer.update(step, counted)
     trainer.end_step(step, sums, norm)
 
 
 def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Batches, sums: Sums) -> bool:
     """Run the forward and backward passes of one virtual rank; return False if it has no samples."""
     before = sums.samples
-    task, precision, log = trainer.task, trainer.updater.precision, trainer.log
+    task, precision, log, exact = trainer.task, trainer.updater.precision, trainer.log, trainer.exact
     model = trainer.ddp.module  # DDP itself would reduce the gradients
     for number in range(len(step.micro_batches)):
         with log.phase("data"):
@@ -210,7 +211,7 @@ def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Batches, sums
             outputs = task.forward(model, batch)
             loss, count = task.loss(outputs, batch)
             loss_of_mean = precision.scale(loss / step.global_size)
-        with log.phase("backward", loss_of_mean), trainer.backward_of(loss, count):
+        with log.phase("backward", loss_of_mean), exact.backward_of(loss_of_mean, outputs, count):
             loss_of_mean.backward()
         sums.add(loss, count, samples=samples)
         sums.add_correct(task.correct(outputs, batch))
