@@ -110,10 +110,10 @@ def prepare(config: TrainConfig) -> Job:
     randomness.seed_all(randomness.seed_from(seed, "weights"))
     task = tasks.build(config, data, own_task)
     model = models.build(config.model.name, shape=data.shape, classes=task.outputs(data))
-    preflight.check(config, data, model, place, task)
+    changed = preflight.check(config, data, model, place, task)
     init, may_miss = config.model.init, config.model.init_allow_missing
     remarks = resume.load_weights(model, init, may_miss) if init else []
-    return Job(config, place, data, model, task, remarks)
+    return Job(config, place, data, model, task, remarks, changed)
 
 
 def work(job: Job) -> int:

@@ -27,6 +27,7 @@ from train.main import train
 from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.tasks.builtin import Task
+from train.trainer.apart import NOTHING, Stateful
 
 SHAPE = (3, 8, 8)
 BATCH, SAMPLES = 12, 34
@@ -161,6 +162,7 @@ def outcome(
     settings: dict[str, Any],
     task: Task | None = None,
     remarks: Iterable[str] = (),
+    changed: Stateful = NOTHING,
 ) -> str:
     """Run the trainer; return what it printed, or the error that ended it, with its hint and exit code."""
     config = TrainConfig.of(**settings)
@@ -168,7 +170,7 @@ def outcome(
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            train(Job(config, place, data, model, task, list(remarks)))
+            train(Job(config, place, data, model, task, list(remarks), changed))
     except CkptToolError as error:
         return f"{type(error).__name__}: {error.message} ({error.hint}) {error.exit_code}"
     return said.getvalue()

@@ -392,8 +392,8 @@ class BatchConfig:
     )
     accumulate: int = count(
         1,
-        "training: take each rank's share of the batch in N passes, in less memory; without BatchNorm and "
-        "dropout it is the same training (1)",
+        "training: take each rank's share of the batch in N passes, in less memory; the same "
+        "training without BatchNorm, dropout and what else each pass changes (1)",
     )
     sampler: str = flag(
         "exact",

@@ -301,6 +301,9 @@ class Report:
         remarks = [*header(self.trainer, self.folder).items(), *remarks]
         if config.batch.accumulate > 1 and (why := self.trainer.depends_on_passes()):
             remarks = [*remarks, ("note", f"not the training of --accumulate 1: {why}")]
+        ranks = 1 if config.batch.virtual_ranks else self.trainer.place.world_size
+        if why := self.trainer.changed.on_ranks(self.trainer.feed.plan, ranks):
+            remarks = [*remarks, ("note", f"not the training of one rank: {why}")]
         for word, remark in remarks:
             words = [f"{word:<6}", *[" " * 6] * remark.count("\n")]
             for first, line in zip(words, remark.split("\n"), strict=True):

@@ -32,6 +32,7 @@ from train.run.hook import Hook
 from train.run.report import Report
 from train.tasks.builtin import Task
 from train.trainer import shares
+from train.trainer.apart import NOTHING, Stateful
 from train.trainer.progress import Progress, Scores, TrainScore
 from train.trainer.trainer import Trainer
 
@@ -135,6 +136,7 @@ class Job:
     model: nn.Module
     task: Task
     remarks: list[str]
+    changed: Stateful = NOTHING  # by each pass
 
 
 class Run:
@@ -262,7 +264,7 @@ class Run:
 
 def begun(job: Job, folder: str) -> Run:
     """Build the trainer, continue from a checkpoint if there is one, and print the head of the report."""
-    trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
+    trainer = Trainer(job.config, job.data, job.model, job.place, job.task, job.changed)
     resumed = resume(trainer, folder)
     if trainer.differing and collectives.rank() == 0:
         console.warn(f"ranks differ: {trainer.differing}")

@@ -32,6 +32,8 @@ from train.data.samples import Samples, count, digest_of
 from train.data.stream import Stream, is_plain
 from train.model import optimizer, updater, wrapping
 from train.tasks.builtin import PAIR, Classification, ModelLoss, Task, UserTask, loss_in
+from train.trainer import apart
+from train.trainer.apart import NOTHING, Stateful
 from train.trainer.feed import SEEDS
 from train.trainer.progress import selection
 
@@ -67,7 +69,10 @@ class Trial:
         return outputs, batch
 
     def batch(self, size: int, sample: int = 0) -> Any:
-        return trial_batch(self.samples, self.data.collation(self.part), [sample] * size)
+        return self.batch_of([sample] * size)
+
+    def batch_of(self, samples: list[int]) -> Any:
+        return trial_batch(self.samples, self.data.collation(self.part), samples)
 
     def _check_scores(self, outputs: Any, size: int) -> None:
         """Refuse outputs that are not one row of scores for each sample, or too few for the classes."""
@@ -117,8 +122,13 @@ def initialise(trial: Trial, model: nn.Module) -> None:
             raise trial.unfit(error) from error
 
 
-def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan, world_size: int) -> None:
-    """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
+def try_training(
+    config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan, world_size: int
+) -> Stateful:
+    """Run a copy of the model on the smallest batch that any rank gets, forward and backward.
+
+    Returns what a pass changes.
+    """
     # Synchronised layers see the samples of all ranks.
     settings = config.model
     together = wrapping.has_sync(model)
@@ -160,10 +170,12 @@ def try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Plan
     if not settings.find_unused:
         _check_used(settings.name, copied)
     copied.zero_grad(set_to_none=True)
-    _check_resumes(trial, copied, model, smallest)
+    changed = apart.stateful(trial, copied, model, smallest, world_size)
+    _check_resumes(trial, copied, model, smallest, in_parts=world_size > 1 or plan.accumulate > 1)
+    return changed
 
 
-def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int) -> None:
+def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int, *, in_parts: bool) -> None:
     """Refuse extra state that can not be saved; warn of passes that depend on what no state dict has."""
     state = trained.state_dict()
     for name, value in state.items():
@@ -181,8 +193,11 @@ def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int
             outputs, batch = trial.forward(each, size)
             marks.append((digest_of(outputs), digest_of(trial.loss(outputs, batch, size))))
     (one, loss), (other, again) = marks
+    what = f"--task {trial.task.name}: the loss of the same outputs is another each time"
+    if in_parts and one == other and loss != again:  # as one that alternates
+        hint = "let it depend on outputs and batch alone: a buffer of the model may count steps"
+        raise UsageFault(f"{what}, and ranks don't ask for it equally often", hint=hint)
     if given_rank() == 0 and one == other and loss != again:
-        what = f"--task {trial.task.name}: the loss of the same outputs is another each time"
         console.warn(f"{what}, so a resume will not be exact (let it depend on outputs and batch alone)")
     if given_rank() == 0 and one != other:
         what = f"--model {trial.model}: a pass depends on what earlier passes left outside of its state_dict"
@@ -209,11 +224,11 @@ def check_sum(trial: Trial, model: nn.Module) -> None:
     for sample in range(min(count(trial.samples), TRIED)):
         try:
             with torch.no_grad():
-                losses = [trial.loss(*trial.forward(quiet, n, sample), n, sample) for n in (1, 2)]
+                losses = [trial.loss(*trial.forward(quiet, n, sample), n, sample) for n in (1, 2, 1)]
         except Exception:  # one that only a batch of this size raises, which may never come
             return
-        (single, of_one), (double, of_two) = ((float(total), counted) for total, counted in losses)
-        if not single or not of_one:  # nothing counts in this sample
+        (single, of_one), (double, of_two), again = ((float(total), counted) for total, counted in losses)
+        if not single or not of_one or (single, of_one) != again:  # nothing counts, or it draws numbers
             continue
         returned = f"--task {trial.task.name}: loss returned"
         copies = "for one sample and for two copies of it"
@@ -299,10 +314,10 @@ def _near(one: float, other: float) -> bool:
 # ---- all checks --------------------------------------------------------------------------------------
 
 
-def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
+def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> Stateful:
     """Raise UsageFault, naming the flag to change, if plan, data, model and task don't fit.
 
-    CheckFailed if the first sample has a label that is not one of the classes.
+    CheckFailed if the first sample has a label that is not one of the classes. Returns what a pass changes.
     """
     if isinstance(data.train, Stream):
         _check_stream(config, data.train, place.world_size)
@@ -334,10 +349,17 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     wrapping.check_sharding(config.model, model, config.optimizer.name)
     trained = wrapping.as_trained(config.model, model)
     wrapping.check_batchnorm(config.model, model, trained, place.device, plan, world_size)
-    if not wrapping.has_torchs_sync(trained):  # it works only on GPUs and in groups
-        trial = Trial(config.model.name, data, task, "training")
-        try_training(config, trial, trained, plan, world_size)
-        check_sum(trial, model)
+    if wrapping.has_torchs_sync(trained):  # it works only on GPUs and in groups
+        return NOTHING
+    trial = Trial(config.model.name, data, task, "training")
+    changed = try_training(config, trial, trained, plan, world_size)
+    check_sum(trial, model)
+    in_parts = world_size > 1 or plan.accumulate > 1
+    if in_parts and given_rank() == 0 and (why := apart.coupled(trial, model)):
+        by = f"--model {config.model.name}" if isinstance(task, ModelLoss) else f"--task {task.name}"
+        what = f"{by}: {why}, and ranks and passes have parts of a batch"
+        console.warn(f"{what}: another training than in one (docs/own-code.md#losses-that-couple-samples)")
+    return changed
 
 
 def _check_hook(config: TrainConfig) -> None:

@@ -21,12 +21,13 @@ from ckpttool.distributed.uneven import leaving_no_trace, settle_buckets
 from ckpttool.errors import CheckFailed
 from train.config.sections import OWN, ModelConfig, TrainConfig
 from train.data.data_set import Data
-from train.log.step_log import StepLog, Work, work_of
+from train.log.step_log import StepLog, work_of
 from train.model import wrapping
 from train.model.updater import Updater
 from train.model.wrapping import Sharded
 from train.tasks.builtin import Classification, Task
 from train.trainer import preflight
+from train.trainer.apart import NOTHING, Stateful
 from train.trainer.exact import Exact
 from train.trainer.feed import Feed
 from train.trainer.progress import Progress, Recorder, Score, Scorer, Scores, Sums, TrainScore, selection
@@ -47,11 +48,21 @@ class Trainer:
     Attributes:
         ddp: the model in DDP, or in what takes its place with `--shard`.
         exact: the passes of its steps.
+        changed: what each pass changes, as it was tried.
         differing: what differs if ranks compute another loss for that, with the same weights.
     """
 
-    def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data,
+        model: nn.Module,
+        place: Place,
+        task: Task,
+        changed: Stateful = NOTHING,
+    ) -> None:
         self.config, self.data, self.place, self.task = config, data, place, task
+        self.changed = changed
         self.feed = Feed(config, data, task, place)
         self.progress = Progress()
         self.selection = selection(config.scores.best, task, tuple(data.others))
@@ -68,7 +79,7 @@ class Trainer:
         may_ask = config.batch.accumulate > 1 or config.saving.resume
         dummy = self.feed.batch_of([0])
         self._draws = self._draws_numbers(model, dummy) if may_ask else False
-        work = work_of(config, task, place, model, dummy) if place.rank == 0 else Work()
+        work = work_of(config, task, place, model, dummy)  # on all ranks: a user's model may gather in a pass
         wrapping.wrap(settings, model)
         self.ddp = _wrapped(settings, model, place)
         self.differing = preflight.compare_pass(settings, task, self.ddp.module, dummy)
@@ -117,6 +128,7 @@ class Trainer:
         by_pass = any(not (shares and isinstance(layer, wrapping.SYNCHRONISED)) for layer in norms)
         reasons = ["BatchNorm normalises each pass by itself"] * by_pass
         reasons += ["random numbers (as of dropout) are drawn pass by pass"] * self._draws
+        reasons += [self.changed.why] * bool(self.changed.names)
         return ", and ".join(reasons)
 
     def _draws_numbers(self, model: nn.Module, batch: Any) -> bool:

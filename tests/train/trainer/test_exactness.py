@@ -198,7 +198,8 @@ averages with `--ema`. Equal digests are equal bits.
 WHY = """
 What does not follow one rank: with each rank's own BatchNorm, a rank normalises by its own samples, as
 everywhere with DDP (`--batchnorm sync` normalises by all ranks'). With dropout, each rank draws its own
-random numbers. bfloat16 has three digits, so another order of sums shows sooner.
+random numbers. Buffers that each pass changes by its samples are rank 0's; the trainer names them. bfloat16
+has three digits, so another order of sums shows sooner.
 
 With `--shard` gradients are summed in another order than by DDP, which shows from three ranks on. The norm
 of `--clip-norm` is summed over the ranks' parts, and `--accumulate` adds passes after they were summed over
