@@ -105,6 +105,29 @@ def every(*units: str, least: int) -> Callable[[str], Every]:
     return convert
 
 
+# What changes an image, in its order; of each kind one is taken.
+PICTURES = {
+    "crop-flip": "crop",
+    "resized-crop": "crop",
+    "trivial": "policy",
+    "rand": "policy",
+    "erase": "erase",
+}
+
+
+def pictures(text: str) -> str:
+    """Read `none`, or names of `PICTURES` with + between them, and return them in order."""
+    names = text.replace("auto", "crop-flip+trivial").split("+")
+    if text == "none":
+        return text
+    for name in names:
+        if name not in PICTURES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of none, auto, {', '.join(PICTURES)}")
+        if other := [one for one in names if PICTURES[one] == PICTURES[name]][1:]:
+            raise argparse.ArgumentTypeError(f"{name} and {other[0]} are two of one kind")
+    return "auto" if text == "auto" else "+".join(name for name in PICTURES if name in names)
+
+
 def span(text: str) -> str:
     """Check steps given as `N`, how many, or `N-M`, the first and the last."""
     first, dash, last = text.partition("-")

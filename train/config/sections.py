@@ -283,9 +283,10 @@ class AugmentConfig:
 
     pictures: str = flag(
         "none",
-        "data {none,crop-flip,auto}: change training images at random, by (seed, epoch, sample): crop-flip "
-        "or auto (none)",
+        "data NAME[+NAME...]: change training images at random, by (seed, epoch, sample): crop-flip or "
+        "resized-crop, trivial or rand, erase; auto is crop-flip+trivial (none)",
         name="augment",
+        type=flags.pictures,
     )
     mixup: float = real(0.0, "data: mix pairs of samples, with Beta(X, X) as their weights (0)", least=0)
     cutmix: float = real(

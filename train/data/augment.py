@@ -7,6 +7,7 @@ data set below stays as it is: what is compared between ranks and on a resume ar
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +16,17 @@ from torch.utils.data import Dataset
 
 from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import UsageFault
+from train.config import flags
 from train.config.sections import TrainConfig
 from train.data.samples import Samples, Scale, count, no_class, optional, scale_of
+
+OF_TORCHVISION = {
+    "resized-crop": "RandomResizedCrop",
+    "trivial": "TrivialAugmentWide",
+    "rand": "RandAugment",
+    "erase": "RandomErasing",
+}
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 PADDING = 8  # crop-flip pads by an eighth: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2
 
@@ -46,27 +56,31 @@ def _check(samples: Samples, config: TrainConfig) -> None:
         seeded_by = "what it draws is seeded by (seed, epoch, sample)"
         hint = f"leave it out; a data set of your own may change its samples itself, and {seeded_by}"
         raise UsageFault(what, hint=hint)
-    if config.augment.pictures == "auto":
-        _check_auto(config, picture)
+    names = config.augment.pictures.replace("auto", "crop-flip+trivial").split("+")
+    if not {"trivial", "rand"}.isdisjoint(names):
+        _check_policy(flag, config, picture)
+    if not OF_TORCHVISION.keys().isdisjoint(names):
+        _transforms(flag)
 
 
-def _check_auto(config: TrainConfig, picture: torch.Tensor) -> None:
+def _check_policy(flag: str, config: TrainConfig, picture: torch.Tensor) -> None:
     if _scale(config, picture) is None:
-        what = f"--augment auto: {config.data.name} scales its images, and pixels from 0 to 255 are needed"
+        what = f"{flag}: {config.data.name} scales its images, and pixels from 0 to 255 are needed"
         raise UsageFault(what, hint="give --augment crop-flip, or change the images in the data set")
     if picture.shape[0] not in (1, 3):
-        raise UsageFault(f"--augment auto: images have 1 or 3 channels, not {picture.shape[0]}")
-    _trivial()
+        raise UsageFault(f"{flag}: images have 1 or 3 channels, not {picture.shape[0]}")
 
 
 class Augmented(Dataset[Any]):
-    """Samples that are changed when they are read: cropped, flipped, recoloured, then mixed in pairs.
+    """Samples that are changed when they are read: cropped, flipped, recoloured, erased, then mixed in pairs.
 
     What crop-flip shifts in is black; 0 for a data set that scales its images itself. Batch statistics are
     sensitive to that: with grey edges a ResNet that was trained with black ones loses three per cent.
 
-    `auto` is crop-flip and then TrivialAugmentWide (arXiv 2103.10158): of the published policies the one
-    without settings that were searched for on one data set.
+    The others are torchvision's own, with its defaults: `resized-crop` RandomResizedCrop to the image's size
+    (arXiv 1409.4842), and every second image mirrored; `trivial` TrivialAugmentWide (arXiv 2103.10158), of
+    the published policies the one without settings that were searched for on one data set; `rand` RandAugment
+    (arXiv 1909.13719); `erase` RandomErasing (arXiv 1708.04896), which fills with 0.
 
     The partner of a sample is drawn from the whole data set, not from the rank's batch, so that it is the
     same on any number of ranks. Mixup: arXiv 1710.09412, cutmix: arXiv 1905.04899; with both, each sample
@@ -76,7 +90,7 @@ class Augmented(Dataset[Any]):
     def __init__(self, samples: Samples, config: TrainConfig, classes: int) -> None:
         self.samples, self.config, self.classes, self.epoch = samples, config, classes, 0
         self.settings = config.augment
-        self.trivial = _trivial() if config.augment.pictures == "auto" else None
+        self.changes = [*_changes(self.settings.pictures)]
         own = None if self.settings.pictures == "none" else _scale(config, samples[0][0])
         self.scale = own or Scale()
 
@@ -106,21 +120,21 @@ class Augmented(Dataset[Any]):
     def _changed(self, index: int) -> tuple[torch.Tensor, Any]:
         """Return one sample, not mixed; its label as probabilities if samples are to be mixed."""
         picture, label = self.samples[index]
-        if self.settings.pictures != "none":
-            black = self.scale.apply(torch.zeros(len(picture), 1, 1)).to(picture.dtype)
-            picture = crop_flip(picture, self._random("crop-flip", index), black)
-        if self.trivial is not None:
-            with seeded(self.config.numbers.seed, "auto", self.epoch, index):
-                picture = self._recoloured(picture)
+        for name, change in self.changes:
+            if change is None:
+                black = self.scale.apply(torch.zeros(len(picture), 1, 1)).to(picture.dtype)
+                picture = crop_flip(picture, self._random("crop-flip", index), black)
+                continue
+            with seeded(self.config.numbers.seed, name, self.epoch, index):
+                takes_bytes = flags.PICTURES[name] == "policy"
+                picture = self._recoloured(picture, change) if takes_bytes else change(picture)
         if self.settings.mixup or self.settings.cutmix:
             label = self._probabilities(index, int(label))
         return picture, label
 
-    def _recoloured(self, picture: torch.Tensor) -> torch.Tensor:
-        """Apply TrivialAugmentWide, which takes bytes."""
-        assert self.trivial is not None
+    def _recoloured(self, picture: torch.Tensor, policy: Change) -> torch.Tensor:
         pixels = self.scale.undo(picture).mul(255).round().clamp(0, 255).to(torch.uint8)
-        return self.scale.apply(self.trivial(pixels).float().div(255))
+        return self.scale.apply(policy(pixels).float().div(255))
 
     def _probabilities(self, index: int, label: int) -> torch.Tensor:
         if not 0 <= label < self.classes:
@@ -172,6 +186,24 @@ def _scale(config: TrainConfig, picture: torch.Tensor) -> Scale | None:
     return scale_of(config.data, picture.shape[0], usual=Scale() if name == "fake" else None)
 
 
-def _trivial() -> Any:
-    needs = "--augment auto: needs torchvision"
-    return optional("torchvision.transforms", needs, "; or give crop-flip").TrivialAugmentWide()
+def _changes(pictures: str) -> Iterator[tuple[str, Change | None]]:
+    """Yield what changes an image, in order, each with the name that seeds it; None for `crop_flip`."""
+    names = pictures.replace("auto", "crop-flip+trivial").split("+")
+    for name in (name for name in flags.PICTURES if name in names):
+        if name not in OF_TORCHVISION:
+            yield name, None
+        elif name == "resized-crop":
+            yield name, _resized_crop
+        else:
+            yield name, getattr(_transforms(), OF_TORCHVISION[name])()
+
+
+def _resized_crop(picture: torch.Tensor) -> torch.Tensor:
+    transforms = _transforms()
+    cropped = transforms.RandomResizedCrop(list(picture.shape[1:]), antialias=True)(picture)
+    flipped: torch.Tensor = transforms.RandomHorizontalFlip()(cropped)
+    return flipped
+
+
+def _transforms(flag: str = "--augment") -> Any:
+    return optional("torchvision.transforms", f"{flag}: needs torchvision", "; or give crop-flip")

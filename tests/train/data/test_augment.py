@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, UsageFault
 from tests.ranks import trainings
+from train.config import command_line
 from train.config.sections import TrainConfig
 from train.data.augment import augmented
 from train.data.batches import Loader
@@ -19,6 +21,8 @@ CLASSES = 10
 KINDS: dict[str, dict[str, Any]] = {
     "crop-flip": {"augment": "crop-flip"},
     "auto": {"augment": "auto"},
+    "as for ImageNet": {"augment": "resized-crop+rand+erase"},
+    "erase": {"augment": "erase"},
     "mixup": {"mixup": 0.2},
     "cutmix": {"cutmix": 1.0},
     "all": {"augment": "auto", "mixup": 0.2, "cutmix": 1.0},
@@ -99,11 +103,49 @@ def test_auto_gives_images_in_the_range_of_the_normalised_ones():
     assert low - 1e-4 <= found.min() and found.max() <= high + 1e-4
 
 
+OWN = {"resized-crop": "RandomResizedCrop", "rand": "RandAugment", "trivial": "TrivialAugmentWide"}
+
+
+@pytest.mark.parametrize("name", [*OWN, "erase"])
+def test_torchvision_s_own_transforms_draw_what_the_sample_says(name):
+    """With its defaults; a policy gets bytes, and a crop is mirrored afterwards."""
+    transforms = pytest.importorskip("torchvision.transforms")
+    bytes_ = torch.randint(256, (6, 3, 12, 10), generator=torch.Generator().manual_seed(1))
+    samples = made(TensorDataset(bytes_.float() / 255, torch.zeros(6)), augment=name, epoch=2, **UNIT)
+    for index in range(6):
+        with seeded(0, name, 2, index):
+            if name == "resized-crop":
+                cropped = transforms.RandomResizedCrop((12, 10), antialias=True)(bytes_[index].float() / 255)
+                wanted = transforms.RandomHorizontalFlip()(cropped)
+            elif name == "erase":
+                wanted = transforms.RandomErasing()(bytes_[index].float() / 255)
+            else:
+                wanted = getattr(transforms, OWN[name])()(bytes_[index].to(torch.uint8)).float() / 255
+        assert torch.allclose(samples[index][0], wanted, atol=1e-7)
+
+
+def test_names_are_put_in_order_and_refused_where_two_are_of_a_kind():
+    def read(text: str) -> str:
+        return command_line.parse(["--augment", text]).augment.pictures
+
+    assert [read(one) for one in ("none", "auto", "crop-flip+trivial")] == [
+        "none",
+        "auto",
+        "crop-flip+trivial",
+    ]
+    assert (
+        read("erase+auto") == "crop-flip+trivial+erase" and read("rand+resized-crop") == "resized-crop+rand"
+    )
+    for text in ("resized-crop+auto", "rand+trivial", "erase+erase", "none+erase", "cutout", "+", ""):
+        with pytest.raises(UsageFault, match="--augment"):
+            read(text)
+
+
 def test_auto_returns_an_image_that_no_change_was_drawn_for_as_it_was():
     bytes_ = torch.randint(256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(1)).float() / 255
     whole = TensorDataset(bytes_, torch.zeros(4))
     samples, plain = (made(whole, augment=kind, **UNIT) for kind in ("auto", "crop-flip"))
-    samples.trivial = nn.Identity()
+    samples.changes[-1] = ("trivial", nn.Identity())
     assert all(torch.allclose(samples[i][0], plain[i][0], atol=1e-7) for i in range(4))
 
 
