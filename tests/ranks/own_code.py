@@ -49,3 +49,41 @@ class InGroups(Optimizer):
 def halved(steps: int, warmup: int) -> Callable[[int], float]:
     """Return a schedule that halves the learning rate in the middle."""
     return lambda step: min(1.0, (step + 1) / max(1, warmup)) * (1.0 if 2 * step < steps else 0.5)
+
+
+class Free(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al. 2024, arXiv 2405.15682), with the modes of the package."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def train(self, training: bool = True) -> None:
+        for group in (group for group in self.param_groups if group["train_mode"] != training):
+            beta = group["beta"]
+            for each in (each for each in group["params"] if "z" in self.state[each]):
+                each.lerp_(self.state[each]["z"], 1 - beta if training else 1 - 1 / beta)
+            group["train_mode"] = training
+
+    def eval(self) -> None:
+        self.train(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["train_mode"], "not in train mode"
+            group["steps"] += 1
+            lr, beta, part = group["lr"], group["beta"], 1 / group["steps"]
+            for each in group["params"]:
+                z = self.state[each].setdefault("z", each.clone())
+                each.lerp_(z, part).add_(each.grad, alpha=lr * (beta * (1 - part) - 1))
+                z.sub_(each.grad, alpha=lr)
+
+
+class Averaging(Free):
+    """Forgets a step in each of its evaluations."""
+
+    def eval(self) -> None:
+        super().eval()
+        for group in self.param_groups:
+            group["steps"] -= 1

@@ -66,7 +66,22 @@ def build_own(settings: OptimizerConfig, model: nn.Module, prefix: str, *, fused
         what = f"--optimizer {settings.name}: returned a {type(made).__name__}, not a torch.optim.Optimizer"
         raise UsageFault(what)
     _name(made, settings.name, model, prefix)
+    if has_modes(made):
+        set_mode(made, training=True)
+        if settings.ema:
+            what = f"--ema: {settings.name} is scored by weights of its own, those after its eval()"
+            raise UsageFault(what, hint="leave out --ema")
     return made
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether it gives the model other weights to be scored by, as schedule-free optimizers do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def set_mode(optimizer: Any, *, training: bool) -> None:
+    """Give the model the weights to train, or to be scored by."""
+    optimizer.train() if training else optimizer.eval()
 
 
 def _name(optimizer: Optimizer, spec: str, model: nn.Module, prefix: str) -> None:
@@ -101,6 +116,8 @@ def check_resumes(settings: OptimizerConfig, model: nn.Module) -> None:
     first, second = (build_own(settings, each, "", fused=False) for each in models)
     _step(models[0], first, 0)
     state = first.state_dict()
+    if has_modes(first):
+        _check_modes(said, models[0], first)
     if odd := sorted(map(str, state.keys() - {"state", "param_groups"})):
         what = f"{said}: its state_dict has {odd[0]} beside state and param_groups"
         raise UsageFault(f"{what}, which is not saved")
@@ -132,6 +149,17 @@ def check_resumes(settings: OptimizerConfig, model: nn.Module) -> None:
     if differing := [name for name in kept if kept[name] != restored.get(name)]:
         what = f"{said}: its attribute {differing[0]} changes with the steps, and its state_dict lacks it"
         raise UsageFault(what, hint="keep it in its state, or in a group")
+
+
+def _check_modes(said: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise UsageFault if scores would change the training: what is saved, but for the weights themselves."""
+    before, weights = digest_of(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    set_mode(optimizer, training=False)
+    set_mode(optimizer, training=True)
+    model.load_state_dict(weights)
+    if digest_of(optimizer.state_dict()) != before:
+        what = f"{said}: its eval() and then train() leave another state"
+        raise UsageFault(f"{what}: a score would change the training", hint="let them change weights alone")
 
 
 def _check_entries(said: str, entries: Mapping[Any, Any]) -> None:

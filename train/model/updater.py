@@ -325,14 +325,54 @@ class Ema:
         self.updates = state["updates"]
 
     def _values(self) -> dict[str, Tensor]:
-        # Themselves, not copies; what `get_extra_state` returns is made anew each time, and has no average.
-        state = self.model.state_dict(keep_vars=True).items()
-        own = (pair for pair in state if not pair[0].endswith(_EXTRA_STATE_KEY_SUFFIX))
-        return {name: value for name, value in own if isinstance(value, Tensor)}
+        return _values(self.model)
 
     def _require_own_weights(self) -> None:
         if self._swapped:
             raise RuntimeError("the model has its averages at present: leave `swapped` first")
+
+
+class OwnAverages:
+    """The weights by which an optimizer with modes is scored, as a schedule-free one: those of its `eval()`.
+
+    They stand in for `Ema`, so a checkpoint has them beside the weights that are trained, as `ema.averages`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer, self.updates = model, optimizer, 0
+
+    def update(self) -> None:
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the model be scored inside the block, and have its own values, to the bit, afterwards."""
+        before = {name: value.detach().clone() for name, value in _values(self.model).items()}
+        optimizers.set_mode(self.optimizer, training=False)
+        try:
+            yield
+        finally:
+            optimizers.set_mode(self.optimizer, training=True)
+            _copy(before, _values(self.model))  # the optimizer's own way back rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `Ema.state_dict` does. A collective."""
+        with self.swapped():
+            averages = {name: value.detach().clone() for name, value in _values(self.model).items()}
+        buffers = {id(buffer) for buffer in self.model.buffers()}
+        names = (name for name, value in _values(self.model).items() if id(value) in buffers)
+        collectives.broadcast_into(averages[name] for name in names)
+        return {"updates": self.updates, "averages": averages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    # Themselves, not copies; what `get_extra_state` returns is made anew each time, and has no average.
+    state = model.state_dict(keep_vars=True).items()
+    own = (pair for pair in state if not pair[0].endswith(_EXTRA_STATE_KEY_SUFFIX))
+    return {name: value for name, value in own if isinstance(value, Tensor)}
 
 
 def _average_of(value: Tensor) -> Tensor:
@@ -371,7 +411,11 @@ class Updater:
         bare = model.get_submodule("module")
         self.optimizer = optimizers.build_optimizer(config.optimizer, bare, "module.")
         self.scheduler = build_scheduler(config, self.optimizer, self.total_steps, steps)
-        self.ema = Ema(model, config.optimizer.ema) if config.optimizer.ema else None
+        self.ema: Ema | OwnAverages | None = None
+        if config.optimizer.ema:
+            self.ema = Ema(model, config.optimizer.ema)
+        elif optimizers.has_modes(self.optimizer):
+            self.ema = OwnAverages(model, self.optimizer)
         self._has_stepped = False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import UsageFault
+from tests.ranks import runs, trainings
 from train.config.sections import OptimizerConfig, TrainConfig
 from train.data.samples import digest_of
 from train.model import groups
@@ -331,3 +333,55 @@ def test_flags_that_an_optimizer_has_no_use_for_are_refused(said):
         optimizers.check(
             TrainConfig.of(**{"momentum": 0.0, "weight_decay": 0.0, **NONE[said]}).optimizer, model(), "net"
         )
+
+
+# ---- one with weights of its own to be scored by -----------------------------------------------------------
+
+
+FREE: dict[str, Any] = {"optimizer": "tests.ranks.own_code:Free", "momentum": None, "weight_decay": None}
+FREE |= {"scheduler": "none", "lr": 0.2}
+WHERE: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (2, {"shard": True, "accumulate": 2})]
+
+
+@pytest.mark.parametrize(("size", "settings"), WHERE)
+def test_a_schedule_free_run_is_scored_by_its_own_weights_and_resumes_to_the_bit(
+    run_ranks, tmp_path, size, settings
+):
+    run = size, runs.straight_and_resumed, runs.steady, str(tmp_path), {**FREE, **settings}, (1, 3)
+    (state, found), *_ = run_ranks(*run)
+    assert found == {1: [], 3: []}
+    # Half way between the two of each parameter, z is known: x = y + (z - y) · (1 - 1 / 0.9).
+    weights, averages = state["model"], state["ema"]["averages"]
+    entries = state["optimizer"]["state"]
+    names = [name for group in state["optimizer"]["param_groups"] for name in group["param_names"]]
+    for index, name in enumerate(names):
+        wanted = torch.lerp(weights[name], entries[index]["z"], 1 - 1 / 0.9)
+        assert torch.equal(averages[name], wanted) and not torch.equal(averages[name], weights[name])
+    assert all(group["train_mode"] for group in state["optimizer"]["param_groups"])
+
+
+def test_its_scores_are_those_of_its_own_weights_and_change_no_bit(run_ranks, tmp_path):
+    ends = []
+    for number in (1, 6):
+        folder, every = tmp_path / str(number), runs.Every(number, "steps")
+        often = {"eval_every": every, "save_every": every}
+        run_ranks(2, runs.run, runs.steady, str(folder), {**FREE, **often})
+        ends.append(runs.read(folder / "last.pt"))
+    assert all(name.startswith("/progress/") for name in runs.different(*ends)), runs.different(*ends)
+    state = ends[0]
+    net = trainings.seeded(runs.steady)
+    net.load_state_dict({k.removeprefix("module."): v for k, v in state["ema"]["averages"].items()})
+    inputs, labels = runs.images().test.tensors
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(net.eval()(inputs), labels)
+    log = [json.loads(line) for line in (tmp_path / "1" / "log.jsonl").read_text().splitlines()]
+    scores = [line["loss"] for line in log if "epoch" in line]
+    assert scores[-1] == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_one_whose_evaluations_would_change_the_training_is_refused_and_averages_twice_too():
+    with pytest.raises(UsageFault, match=r"its eval\(\) and then train\(\) leave another state"):
+        optimizers.check(config("tests.ranks.own_code:Averaging", lr=0.1), model(), "net")
+    with pytest.raises(UsageFault, match=r"--ema: .* is scored by weights of its own"):
+        optimizers.check(config("tests.ranks.own_code:Free", lr=0.1, ema=0.9), model(), "net")
+    optimizers.check(config("tests.ranks.own_code:Free", lr=0.1), model(), "net")
