@@ -26,13 +26,13 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # The packages of this clone, whichever other one is installed; afterwards the user's modules come first.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ckpttool.core.files.commit import reason, replacing
-from ckpttool.core.words import counted, versioned
+from ckpttool.core.words import counted, printable, versioned
 from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.heartbeat import phase
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
@@ -100,6 +100,20 @@ class Job:
     data: Data
     model: nn.Module
     task: Task
+
+
+class Weights(NamedTuple):
+    """What was loaded: the dotted path of a state in the checkpoint, and its digest."""
+
+    state: str
+    digest: str
+
+
+class Evaluation(NamedTuple):
+    """The scores by test set, and of which state of the checkpoint they are."""
+
+    state: str
+    scores: Scores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,14 +195,14 @@ def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
     with program.process_group(job.place, job.config.ranks):
         phase("evaluation")
-        scores = evaluate(job)
+        evaluation = evaluate(job)
     if job.place.rank == 0:
         is_json = job.config.scoring.json
-        console.say(json.dumps(as_json(job, scores), indent=2) if is_json else as_lines(job, scores))
+        console.say(json.dumps(as_json(job, evaluation), indent=2) if is_json else as_lines(job, evaluation))
 
 
-def evaluate(job: Job) -> Scores:
-    """Return the score of each test set by name. A collective; only rank 0 reads the checkpoint."""
+def evaluate(job: Job) -> Evaluation:
+    """Return the score of each test set. A collective; only rank 0 reads the checkpoint."""
     from ckpttool.distributed import collectives
     from train.data import data_set
     from train.launch import same_settings
@@ -198,14 +212,16 @@ def evaluate(job: Job) -> Scores:
     same_settings.report(config)
     data_set.compare(job.data, "before evaluating", workers=config.ranks.workers)
     wrapping.compare(model, "before evaluating")
-    digest = collectives.from_rank_zero(lambda: load(job))
+    weights = collectives.from_rank_zero(lambda: load(job))
     model.load_state_dict(collectives.broadcast(model.state_dict))  # with what is no tensor
     model.to(job.place.device)
     test_sets = {OWN: job.data, **job.data.others}
-    return {name: score_one(job, name, each, digest) for name, each in test_sets.items()}
+    return Evaluation(
+        weights.state, {name: score_one(job, name, each, weights) for name, each in test_sets.items()}
+    )
 
 
-def score_one(job: Job, name: str, data: Data, digest: str) -> Score:
+def score_one(job: Job, name: str, data: Data, weights: Weights) -> Score:
     """Return the score of one test set, and write it with `--out`. A collective."""
     from train.tasks.builtin import Classification
     from train.trainer.progress import Scorer
@@ -213,16 +229,17 @@ def score_one(job: Job, name: str, data: Data, digest: str) -> Score:
     config, workers = job.config, job.config.ranks.workers
     scorer = Scorer(data, job.task, job.place, batch_size=config.data.eval_batch, workers=workers)
     has_classes = isinstance(job.task, Classification)
-    scored = scorer.classes(job.model, checkpoint=digest) if has_classes else None
-    score = scored.certificate if scored else scorer.score(job.model, checkpoint=digest)
+    scored = scorer.classes(job.model, checkpoint=weights.digest) if has_classes else None
+    score = scored.certificate if scored else scorer.score(job.model, checkpoint=weights.digest)
     if config.scoring.out is not None:
-        write(job, os.path.join(config.scoring.out, name), score, scored.own if scored else None)
+        write(job, os.path.join(config.scoring.out, name), weights, score, scored.own if scored else None)
     return score
 
 
-def load(job: Job) -> str:
-    """Load the checkpoint into the model, and return the digest of its state."""
+def load(job: Job) -> Weights:
+    """Load a state, without `--state` that by which its run was scored; say which of several."""
     from ckpttool.core import formats
+    from ckpttool.core.checkpoint.state import SCORED, scored_average
     from ckpttool.core.files.digest import digest
     from ckpttool.models.reloading import reload
     from train.checkpoint import files
@@ -230,13 +247,27 @@ def load(job: Job) -> str:
     config = job.config
     earlier = [file for name in (OWN, *job.data.others) for file in prepare_output(config.scoring, name)]
     require_no_others(config.scoring.out, job.data.others)
-    path = files.parts_named_in(config.scoring.checkpoint)
-    loaded = reload(path, job.model, state=config.scoring.state)
+    path, asked = files.parts_named_in(config.scoring.checkpoint), config.scoring.state
     with formats.open(path) as checkpoint:
-        of_state = digest(checkpoint.state(loaded.state).tensors)
+        scored = scored_average(checkpoint.tree)
+        loaded = reload(checkpoint, job.model, state=scored if asked is None else asked)
+        state = checkpoint.state(loaded.state)
+        of_state = digest(state.tensors)
+        others = checkpoint.other_states(state.path) if asked is None else []
+        settings = checkpoint.tree.get("config") if isinstance(checkpoint.tree, dict) else None
+    if others:
+        by = f", {SCORED}" * (loaded.state == scored)
+        flags = ", ".join(f"--state {shlex.quote(other)}" for other in others)
+        taken = f"'{loaded.state}'" if loaded.state else "the file itself"
+        console.note(printable(f"state: {taken}{by}; also available: {flags}"))
+    best = settings.get("best") if isinstance(settings, dict) else None
+    test_set, has_one, _ = best.rpartition("/") if isinstance(best, str) else ("", "", "")
+    if has_one and test_set not in job.data.others:
+        of = f"its run's best is by {best}, of a test set that is not scored here"
+        console.note(printable(f"{of}: --also-test {test_set}=DATA"))
     for file in earlier:  # last: an earlier evaluation is kept until the new one can begin
         os.remove(file)
-    return of_state
+    return Weights(loaded.state, of_state)
 
 
 def require_no_others(out: str | None, names: Collection[str]) -> None:
@@ -268,7 +299,7 @@ def prepare_output(settings: ScoringConfig, name: str) -> list[str]:
     return [os.path.join(folder, file) for file in earlier]
 
 
-def write(job: Job, folder: str, score: Score, predicted: Predictions | None) -> None:
+def write(job: Job, folder: str, weights: Weights, score: Score, predicted: Predictions | None) -> None:
     """Write each rank's predictions, if the task has classes, and then eval.json. A collective."""
     from ckpttool.distributed import collectives
     from ckpttool.metrics import certificate
@@ -281,27 +312,30 @@ def write(job: Job, folder: str, score: Score, predicted: Predictions | None) ->
             certificate.write(path, predicted, score.evaluation, rank, force=job.config.scoring.force)
     with collectives.fail_together():
         if rank == 0:
-            statement = {"checkpoint": job.config.scoring.checkpoint, **score.statement()}
+            about = {"checkpoint": job.config.scoring.checkpoint, "state": weights.state}
+            statement = about | score.statement()
             path = os.path.join(folder, STATEMENT)
             with replacing(path, exclusive=not job.config.scoring.force) as file:
                 file.write(f"{json.dumps(statement, indent=2, allow_nan=False)}\n".encode())
 
 
-def as_json(job: Job, scores: Scores) -> dict[str, Any]:
+def as_json(job: Job, evaluation: Evaluation) -> dict[str, Any]:
     """Return the result as `--json` prints it."""
+    scores = evaluation.scores
     own = scores[OWN]
     basis = {"threads": own.evaluation.threads, "batch_size": own.evaluation.batch_size}
     tests = {name: score.score() for name, score in scores.items() if name != OWN}
-    result = {"checkpoint": job.config.scoring.checkpoint, **own.score(), **basis}
+    about = {"checkpoint": job.config.scoring.checkpoint, "state": evaluation.state}
+    result = {**about, **own.score(), **basis}
     return versioned(result | ({"tests": tests} if tests else {}))
 
 
-def as_lines(job: Job, scores: Scores) -> str:
+def as_lines(job: Job, evaluation: Evaluation) -> str:
     """Return the result as one line of each test set."""
     from train.trainer.progress import in_words
 
     path, on = job.config.scoring.checkpoint, f", on {counted(job.place.world_size, 'rank')}"
-    lines = (f"{name or path}: {in_words(score)}{on}" for name, score in scores.items())
+    lines = (f"{name or path}: {in_words(score)}{on}" for name, score in evaluation.scores.items())
     return "\n".join(console.folded(line, sys.stdout) for line in lines)
 
 

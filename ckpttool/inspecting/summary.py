@@ -16,7 +16,7 @@ from ..core.checkpoint.module_tree import Branch, outline
 from ..core.checkpoint.prefixes import LIGHTNING, FoundPrefix, found_prefixes
 from ..core.checkpoint.settings import Scheme
 from ..core.checkpoint.special_tensors import SpecialTensor
-from ..core.checkpoint.state import State, parts_beside
+from ..core.checkpoint.state import SCORED, State, parts_beside, scored_average
 from ..core.formats.reading import File, opened
 from ..core.inert_pickle.known_names import is_dangerous, names_in, names_that_run, unknown_names
 from ..core.inert_pickle.values import Global, Record, in_brief, tensor_of, walk
@@ -95,7 +95,8 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         yield "state", f"in {printable(summary.parts_in)}, beside it (--save-parts)"
     else:
         yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
-    yield from (("also", f"--state {printable(shlex.quote(name))}") for name in summary.other_states)
+    for name in summary.other_states:
+        yield "also", f"--state {printable(shlex.quote(name))}{f' ({SCORED})' * (name == summary.scored)}"
 
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
@@ -213,6 +214,7 @@ class Summary:
         state: dotted path of the model's state, `""` for the file itself, None when there is none.
         model: the class of the pickled model that holds the state; None when a dict does.
         other_states: further dicts of tensors that a user may have meant.
+        scored: the one of them by which the run was scored that wrote the file, if it was.
         keys: the number of tensors in the state.
         likes: those that are not plain ones (sharded, sparse, quantised, …), by name.
         parameters: the number of elements in the state's tensors, without BatchNorm's statistics.
@@ -246,6 +248,7 @@ class Summary:
     state: str | None
     model: str | None
     other_states: tuple[str, ...]
+    scored: str | None = field(metadata={"json": None})
     keys: int
     likes: Mapping[str, SpecialTensor] = field(metadata={"json": None})
     parameters: int
@@ -326,6 +329,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         state=chosen.where if chosen else None,
         model=chosen.module.type_name if chosen and chosen.module else None,
         other_states=tuple(checkpoint.other_states(chosen.path if chosen else None)),
+        scored=scored_average(checkpoint.tree),
         keys=len(tensors) + len(likes),
         likes=dict(likes),
         parameters=modules.parameters,

@@ -40,7 +40,7 @@ def of_command(name: str) -> jsonschema_rs.Draft202012Validator:
 @cache
 def of_trainer() -> jsonschema_rs.Draft202012Validator:
     """Return the same for what train/evaluate.py and train/main.py --preview print."""
-    checkpoint: Fields = {"checkpoint": (str, "as it was named")}
+    checkpoint: Fields = {"checkpoint": (str, "as it was named"), "state": (str, "its dotted path")}
     score = {name: said for name, said in command.CERTIFICATE.items() if name in SCORE}
     common = {name: score[name] for name in ("loss", "samples", "ranks", "threads", "batch_size")}
     of_task: Fields = {"count": (float, "what the loss is a mean over"), "metrics": (dict[str, Any], "")}

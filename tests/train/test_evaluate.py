@@ -47,7 +47,7 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> Any:
 
 def without_ranks(score: dict[str, Any]) -> str:
     """Return a score to the last digit, without the number of ranks."""
-    left_out = ("checkpoint", "ranks", "schema")
+    left_out = ("checkpoint", "state", "ranks", "schema")
     return json.dumps({name: score[name] for name in sorted(score) if name not in left_out})
 
 
@@ -118,7 +118,7 @@ def test_the_certificate_agrees_with_the_files_of_the_ranks(run_ranks, saved, tm
     statement, *files = sorted(out.iterdir())
     assert [path.name for path in files] == [f"rank{rank}.safetensors" for rank in range(3)]
     said = json.loads(statement.read_text())
-    assert said.pop("checkpoint") == str(saved / "ddp.pt")
+    assert (said.pop("checkpoint"), said.pop("state")) == (str(saved / "ddp.pt"), "model")
     assert cli("gather-metrics", *files, "--json").json == said
     assert said["digest"] == cli("digest", saved / "ddp.pt", "--json").json["digest"]
     assert (said["samples"], said["rank_samples"], said["threads"]) == (20, [20, 0, 0], 1)
@@ -192,7 +192,7 @@ def test_more_test_sets_are_scored_as_each_is_by_itself(run_ranks, saved, sets, 
         files = sorted((sets / "eval" / name).glob("rank*.safetensors"))
         assert len(files) == size
         said = json.loads((sets / "eval" / name / "eval.json").read_text())
-        said.pop("checkpoint")
+        del said["checkpoint"], said["state"]
         assert cli("gather-metrics", *files, "--json").json == said
         assert (said["samples"], said["loss"]) == (alone["samples"], alone["loss"])
 
@@ -269,10 +269,11 @@ def test_a_spawned_rank_that_fails_ends_all_and_sets_the_exit_code(broken):
 
 def test_every_form_of_a_checkpoint_gives_the_numbers_of_plain_pytorch(saved, capsys):
     found = []
-    for name in ("ddp.pt", "plain.pt", "legacy.th", "plain.safetensors"):
+    states = {"ddp.pt": "model", "plain.pt": "", "legacy.th": "state_dict", "plain.safetensors": ""}
+    for name, state in states.items():
         assert main([str(saved / name), "--model", "resnet20", "--data", "fake:100", "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
-        assert answer.pop("checkpoint") == str(saved / name)
+        assert (answer.pop("checkpoint"), answer.pop("state")) == (str(saved / name), state)
         found.append(answer)
     assert found == [found[0]] * 4
     numbers = {
@@ -385,3 +386,72 @@ def test_code_that_a_checkpoint_names_is_not_run(tmp_path, capsys, config, said)
     assert main([str(tmp_path / "a.pt")]) == 2
     errors = capsys.readouterr().err
     assert said in errors and errors.count("\n") == 1
+
+
+# ---- the weights that a run was scored by ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory) -> Path:
+    """A run with `--ema`, whose averages score otherwise than the weights of its last step."""
+    out = tmp_path_factory.mktemp("averaged") / "run"
+    flags = ["--data", "fake:40", "--epochs", "2", "--batch-size", "8", "--lr", "0.3", "--keep", "2"]
+    assert train.main([*flags, "--ema", "0.8", "--out", str(out)]) == 0
+    return out
+
+
+def scored(capsys, *arguments: object) -> tuple[dict[str, Any], str]:
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    said = capsys.readouterr()
+    return json.loads(said.out), said.err
+
+
+def test_a_checkpoint_of_a_run_with_averages_has_the_score_that_the_run_said(averaged, tmp_path, cli, capsys):
+    """All files of the run, slimmed and renamed ones, and the published weights."""
+    log = [json.loads(line) for line in (averaged / "log.jsonl").read_text().splitlines()]
+    epochs = [entry["loss"] for entry in log if "epoch" in entry]
+    best, last = averaged / "best.pt", averaged / "last.pt"
+    for path in (last, averaged / "step-000010.pt"):
+        answer, said = scored(capsys, path)
+        assert (answer["loss"], answer["state"]) == (pytest.approx(epochs[1], rel=1e-6), "ema.averages")
+        assert said == "state: 'ema.averages', by which its run was scored; also available: --state model\n"
+    answer, said = scored(capsys, last, "--state", "model")
+    assert answer["state"] == "model" and abs(answer["loss"] - epochs[1]) > 1e-4 and not said
+    losses = {scored(capsys, best)[0]["loss"]}
+    assert min(abs(loss - losses.copy().pop()) for loss in epochs) < 1e-5
+    flags = ["--model", "simple-cnn", "--data", "fake:40"]
+    cli("strip-prefix", best, tmp_path / "stripped.pt")
+    cli("strip-prefix", best, tmp_path / "published.safetensors", "--state", "ema.averages")
+    for name in ("stripped.pt", "published.safetensors"):
+        losses.add(scored(capsys, tmp_path / name, *flags)[0]["loss"])
+    assert len(losses) == 1
+
+
+def test_tools_say_by_which_weights_a_run_was_scored(averaged, tmp_path, cli, capsys):
+    best, also = averaged / "best.pt", "--state ema.averages (by which its run was scored)"
+    assert also in cli("strip-prefix", best, tmp_path / "a.safetensors").err
+    assert also in cli("reload", best, "--model", "train.model.builtin:simple_cnn").err
+    assert also in cli("inspect", best).out
+    flags = ["--data", "fake:40", "--epochs", "1", "--init", str(best), "--out", str(tmp_path / "next")]
+    assert train.main(flags) == 0
+    assert "it also holds 'ema.averages', by which its run was scored; to start" in capsys.readouterr().out
+
+
+def test_of_another_programs_average_it_is_said_which_state_is_scored(saved, tmp_path, capsys):
+    state = torch.load(saved / "plain.pt", weights_only=True)
+    torch.save({"state_dict": state, "state_dict_ema": state}, tmp_path / "timm.pt")
+    answer, said = scored(capsys, tmp_path / "timm.pt", "--model", "resnet20", "--data", "fake:20")
+    assert answer["state"] == "state_dict"
+    assert said == "state: 'state_dict'; also available: --state state_dict_ema\n"
+
+
+def test_the_test_set_that_a_run_is_best_by_is_named_where_it_is_not_scored(tmp_path, capsys):
+    flags = ["--data", "fake:20", "--epochs", "1", "--out", str(tmp_path / "run")]
+    few = ["--also-test", "few=fake:10"]
+    assert train.main([*flags, *few, "--best", "few/loss"]) == 0
+    _, said = scored(capsys, tmp_path / "run" / "best.pt")
+    assert (
+        "its run's best is by few/loss, of a test set that is not scored here: --also" in said
+    )
+    assert "few" not in scored(capsys, tmp_path / "run" / "best.pt", *few)[1]

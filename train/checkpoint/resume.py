@@ -25,7 +25,7 @@ from ckpttool.core import formats
 from ckpttool.core.checkpoint.checkpoint import Checkpoint
 from ckpttool.core.checkpoint.dotted_names import dotted
 from ckpttool.core.checkpoint.prefixes import found_prefixes
-from ckpttool.core.checkpoint.state import State
+from ckpttool.core.checkpoint.state import SCORED, State, scored_average
 from ckpttool.core.words import counted
 from ckpttool.distributed import collectives
 from ckpttool.distributed.group import given_rank
@@ -136,7 +136,8 @@ def _remarks_of_weights(
         yield f"the file lacks {count} counter{plural} of BatchNorm, which begin{'s' * (not plural)} at 0"
     yield from _casts(state, model, loaded)
     for other in checkpoint.other_states(state.path):
-        yield f"it also holds '{other}'; to start from that: {_slim(checkpoint.path, other)}"
+        scored = f", {SCORED}" * (other == scored_average(checkpoint.tree))
+        yield f"it also holds '{other}'{scored}; to start from that: {_slim(checkpoint.path, other)}"
     unused = [name for name in state.others if name not in model.state_dict()]
     unused += [name for name in checkpoint.outside(state) if name not in checkpoint.other_states(state.path)]
     if unused:

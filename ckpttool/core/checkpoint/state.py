@@ -439,6 +439,15 @@ def parts_beside(tree: object) -> Mapping[str, Any] | None:
     return parts if is_name and isinstance(parts.get("files"), dict) else None
 
 
+SCORED = "by which its run was scored"
+
+
+def scored_average(tree: object) -> str | None:
+    """Return the place of the average by which a run of the trainer with `--ema` was scored, if any."""
+    ema = tree.get("ema") if isinstance(tree, dict) and "model" in tree else None
+    return "ema.averages" if isinstance(ema, dict) and ema.get("averages") else None
+
+
 def elsewhere(path: str, tree: object) -> NoState | None:
     """Return the error for a file whose tensors `--save-parts` wrote beside it; None for any other."""
     if (parts := parts_beside(tree)) is None:

@@ -39,11 +39,14 @@ def note_piece(console: Console, path: str) -> ModelFile | None:
 
 def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, named: bool = False) -> None:
     """Note which state was chosen, if --state did not name it and there are others."""
+    from ..checkpoint.state import SCORED, scored_average
+
     taken = checkpoint.found_state() if asked is None else None
     if taken is not None and (others := checkpoint.other_states(taken.path)):
         file = f"{checkpoint.path}: " if named else ""
         where = f"'{taken.where}'" if taken.where else "the file itself"
-        flags = [f"--state {shlex.quote(other)}" for other in others]
+        marks = {scored_average(checkpoint.tree): f" ({SCORED})"}
+        flags = [f"--state {shlex.quote(other)}{marks.get(other, '')}" for other in others]
         console.note(f"{printable(file)}state: {printable(where)}; also available: {console.names(flags)}")
 
 
