@@ -258,13 +258,13 @@ def broken(tmp_path) -> list[str]:
 def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, broken):
     """Sample 300 is in the third batch, which is rank 2's first: no rank goes on to a second one."""
     answers = run_ranks(3, fail_on_one, broken)
-    assert [name for name, _ in answers] == ["RankFailed", "RankFailed", "UsageFault"]
+    assert [name for name, _ in answers] == ["RankFailed", "RankFailed", "Unreadable"]
     assert all("sample 300 is broken" in said for _, said in answers)
 
 
 def test_a_spawned_rank_that_fails_ends_all_and_sets_the_exit_code(broken):
     ran = start([sys.executable, "train/evaluate.py", *broken, "--spawn", "2", "--timeout", "500"])
-    assert (ran.returncode, "sample 300 is broken" in ran.stderr) == (2, True), ran.stderr
+    assert (ran.returncode, "sample 300 is broken" in ran.stderr) == (3, True), ran.stderr
 
 
 def test_every_form_of_a_checkpoint_gives_the_numbers_of_plain_pytorch(saved, capsys):
@@ -451,7 +451,5 @@ def test_the_test_set_that_a_run_is_best_by_is_named_where_it_is_not_scored(tmp_
     few = ["--also-test", "few=fake:10"]
     assert train.main([*flags, *few, "--best", "few/loss"]) == 0
     _, said = scored(capsys, tmp_path / "run" / "best.pt")
-    assert (
-        "its run's best is by few/loss, of a test set that is not scored here: --also" in said
-    )
+    assert "its run's best is by few/loss, of a test set that is not scored here: --also" in said
     assert "few" not in scored(capsys, tmp_path / "run" / "best.pt", *few)[1]

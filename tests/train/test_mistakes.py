@@ -255,9 +255,9 @@ def test_a_file_that_a_user_s_data_set_can_t_read_is_named_with_its_sample(tmp_p
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_sample_on_which_a_user_s_data_set_fails_is_named_with_the_line(tmp_path, fails, workers):
     (tmp_path / "own.py").write_text(UNREADABLE.format(fails="raise ValueError('corrupt file 7.jpg')"))
-    said = fails(2, f"{tmp_path}/own.py:pair", "--workers", workers)
+    said = fails(3, f"{tmp_path}/own.py:pair", "--workers", workers)
     where = f"(at {tmp_path}/own.py:11)"
-    assert f"own.py:pair: training sample 7: ValueError: corrupt file 7.jpg {where}" in said
+    assert f"own.py:pair: training sample 7 can't be read: ValueError: corrupt file 7.jpg {where}" in said
     assert "Traceback" not in said
 
 

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ckpttool.distributed.randomness import seeded
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CheckFailed, FileError, UsageFault
 from train.config import flags
 from train.config.sections import TrainConfig
+from train.data import samples as common
+from train.data.batches import Undamaged
 from train.data.samples import Samples, Scale, count, no_class, optional, scale_of
 
 OF_TORCHVISION = {
@@ -27,6 +29,7 @@ OF_TORCHVISION = {
     "erase": "RandomErasing",
 }
 Change = Callable[[torch.Tensor], torch.Tensor]
+PARTNERS = 16  # that are drawn for a mixture, where damaged ones are left out
 
 PADDING = 8  # crop-flip pads by an eighth: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2
 
@@ -43,7 +46,7 @@ def augmented(samples: Samples, config: TrainConfig, classes: int) -> Samples:
 
 
 def _check(samples: Samples, config: TrainConfig) -> None:
-    sample = samples[0]
+    sample = _first(samples, config)
     picture = sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else None
     for flag, value in (("--mixup", config.augment.mixup), ("--cutmix", config.augment.cutmix)):
         if value and not (isinstance(picture, torch.Tensor) and picture.is_floating_point()):
@@ -71,6 +74,10 @@ def _check_policy(flag: str, config: TrainConfig, picture: torch.Tensor) -> None
         raise UsageFault(f"{flag}: images have 1 or 3 channels, not {picture.shape[0]}")
 
 
+def _first(samples: Samples, config: TrainConfig) -> Any:
+    return Undamaged(samples)[0] if config.data.skip_damaged else samples[0]
+
+
 class Augmented(Dataset[Any]):
     """Samples that are changed when they are read: cropped, flipped, recoloured, erased, then mixed in pairs.
 
@@ -91,7 +98,7 @@ class Augmented(Dataset[Any]):
         self.samples, self.config, self.classes, self.epoch = samples, config, classes, 0
         self.settings = config.augment
         self.changes = [*_changes(self.settings.pictures)]
-        own = None if self.settings.pictures == "none" else _scale(config, samples[0][0])
+        own = None if self.settings.pictures == "none" else _scale(config, _first(samples, config)[0])
         self.scale = own or Scale()
 
     def set_epoch(self, epoch: int) -> None:
@@ -107,7 +114,11 @@ class Augmented(Dataset[Any]):
         if not self.settings.mixup and not self.settings.cutmix:
             return picture, label
         draw = self._random("mix", index)
-        other, other_label = self._changed(draw.randrange(len(self)))
+        partner, other, other_label = self._partner(draw) or (index, picture, label)
+        if other.shape != picture.shape:
+            sizes = ["×".join(map(str, each.shape)) for each in (picture, other)]
+            what = f"training sample {index} has the shape {sizes[0]}, and {partner}, its partner, {sizes[1]}"
+            raise CheckFailed(what, hint="mixed samples of --data have one shape")
         mixup, cutmix = self.settings.mixup, self.settings.cutmix
         is_cutmix = draw.random() < 0.5 if mixup and cutmix else cutmix
         if is_cutmix:
@@ -117,9 +128,20 @@ class Augmented(Dataset[Any]):
             mixed = picture * part + other * (1 - part)
         return mixed, part * label + (1 - part) * other_label
 
+    def _partner(self, draw: random.Random) -> tuple[int, torch.Tensor, Any] | None:
+        """Return another sample, to be mixed with, behind its index; None if all of several are damaged."""
+        for _ in range(PARTNERS):
+            number = draw.randrange(len(self))
+            try:
+                return number, *self._changed(number)
+            except FileError:
+                if not self.config.data.skip_damaged:
+                    raise
+        return None
+
     def _changed(self, index: int) -> tuple[torch.Tensor, Any]:
         """Return one sample, not mixed; its label as probabilities if samples are to be mixed."""
-        picture, label = self.samples[index]
+        picture, label = self._read(index)
         for name, change in self.changes:
             if change is None:
                 black = self.scale.apply(torch.zeros(len(picture), 1, 1)).to(picture.dtype)
@@ -131,6 +153,19 @@ class Augmented(Dataset[Any]):
         if self.settings.mixup or self.settings.cutmix:
             label = self._probabilities(index, int(label))
         return picture, label
+
+    def _read(self, index: int) -> tuple[torch.Tensor, Any]:
+        sample, where = self.samples[index], f"training sample {index}"
+        try:
+            if self.settings.mixup or self.settings.cutmix:
+                return common.checked(sample, where)
+            picture, label = sample
+        except UsageFault as fault:  # this one alone: the first samples were looked at
+            raise CheckFailed(fault.message, hint=fault.hint) from fault
+        except (TypeError, ValueError):
+            raise CheckFailed(f"{where} is {common.kind_of(sample)}, not (tensor, label)") from None
+        else:
+            return picture, label
 
     def _recoloured(self, picture: torch.Tensor, policy: Change) -> torch.Tensor:
         pixels = self.scale.undo(picture).mul(255).round().clamp(0, 255).to(torch.uint8)

@@ -196,13 +196,15 @@ class Undamaged(Dataset[Any]):
             self.samples.set_epoch(epoch)
 
     def __getitems__(self, indices: list[int]) -> Read:
-        samples, taken, skipped = [], [], []
+        samples: list[Any] = []
+        taken: list[int] = []
+        skipped: list[tuple[int, str]] = []
         for index in indices:
             try:
                 samples.append(self.samples[index])
                 taken.append(index)
             except FileError as error:  # noqa: PERF203
-                skipped.append(f"training sample {index}: {error.message}")
+                skipped.append((index, f"training sample {index}: {error.message}"))
         return Read(samples, taken, skipped=skipped)
 
 

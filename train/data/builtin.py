@@ -16,9 +16,11 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.core.files.commit import reason
+from ckpttool.distributed.group import given_rank
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from ckpttool.models import factory
+from train import console
 from train.config.sections import DataConfig
 from train.data import samples as common
 from train.data.samples import Parts, Samples, Scale, count, scale_of
@@ -156,7 +158,7 @@ def _pictures(
 ) -> tuple[Folder, tuple[str, ...]]:
     scale = scale_of(settings, channels=3)
     files, labels, classes = find_pictures(path, classes)
-    return Folder(files, labels, scale, settings.resize), classes
+    return Folder(files, labels, scale, settings.resize, skip_damaged=settings.skip_damaged), classes
 
 
 def _fingerprint(root: str, *folders: Folder) -> str:
@@ -189,6 +191,8 @@ def find_pictures(
             if not entry.is_file():  # opening a named pipe would wait for a writer
                 why = "is not a regular file" if os.path.exists(entry.path) else "no such file"
                 raise Unreadable(entry.path, why)
+        if not entries and given_rank() == 0:
+            console.warn(f"{os.path.join(root, name)}: holds no images, so the class '{name}' has no samples")
         files += sorted(entry.path for entry in entries)
         labels += [labels_of[name]] * len(entries)
     if not files:
@@ -200,11 +204,17 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
     """Image files, read as RGB. All must have the size of the first, unless `resize` is given."""
 
     def __init__(
-        self, files: Sequence[str], labels: Sequence[int], scale: Scale, resize: int | None = None
+        self,
+        files: Sequence[str],
+        labels: Sequence[int],
+        scale: Scale,
+        resize: int | None = None,
+        *,
+        skip_damaged: bool = False,
     ) -> None:
         self.files, self.labels, self.scale, self.resize = files, labels, scale, resize
         if not resize:
-            self._check_sizes()
+            self._check_sizes(skip_damaged)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -225,15 +235,20 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
         with _picture(path) as opened:
             return pixels(opened, self.resize)
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, skip_damaged: bool) -> None:
         """Read every file's header: a batch of two sizes would fail hours into a run."""
-        first: tuple[int, int] | None = None
+        first: tuple[str, tuple[int, int]] | None = None
         for path in self.files:
-            with _picture(path) as opened:
-                size = opened.size
-            first = first or size
-            if size != first:
-                what = f"{path}: is {size[0]}×{size[1]}, but {self.files[0]} is {first[0]}×{first[1]}"
+            try:
+                with _picture(path) as opened:
+                    size = opened.size
+            except FileError:
+                if not skip_damaged:
+                    raise
+                continue
+            first = first or (path, size)
+            if size != first[1]:
+                what = f"{path}: is {size[0]}×{size[1]}, but {first[0]} is {first[1][0]}×{first[1][1]}"
                 raise UsageFault(what, hint="--resize N makes all images N×N")
 
 
@@ -314,16 +329,19 @@ class Named(Keyed):
     def drawn(self, index: int) -> Any:
         try:
             return super().drawn(index)
-        except OSError as error:
-            sample, why = f"{self.part} sample {index}", reason(error)
-            if error.filename is None:
-                raise Unreadable(f"--data {self.data}", f"{sample} can't be read: {why}") from error
-            raise Unreadable(os.fsdecode(error.filename), f"{why}: {sample} of --data {self.data}") from error
         except CkptToolError:
             raise
         except Exception as error:
-            what = f"--data {self.data}: {self.part} sample {index}: {factory.described(error)}"
-            raise UsageFault(what, hint="CKPTTOOL_DEBUG=1 with --workers 0 shows the traceback") from error
+            sample = f"{self.part} sample {index}"
+            why, hint = factory.described(error), "CKPTTOOL_DEBUG=1 with --workers 0 shows the traceback"
+            if isinstance(error, OSError):
+                why, hint = reason(error), ""
+                if error.filename is not None:
+                    path = os.fsdecode(error.filename)
+                    raise Unreadable(path, f"{why}: {sample} of --data {self.data}") from error
+            raise Unreadable(
+                f"--data {self.data}", f"{sample} can't be read: {why}", hint=hint or None
+            ) from error
 
 
 def _classes(samples: Any, settings: DataConfig) -> tuple[str, ...]:

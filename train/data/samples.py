@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import date, timedelta
@@ -133,6 +133,8 @@ def leaves(sample: object, where: str) -> dict[str, torch.Tensor | str]:
 
 def kind_of(value: Any) -> str:
     """Return what a value is, for an error."""
+    if value is None:
+        return "None"
     if isinstance(value, torch.Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} with the shape {list(value.shape)}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -202,19 +204,40 @@ class Collation:
         return bool(self.whose)
 
     def batch(self, samples: list[Any], indices: Sequence[int] = (), epoch: int = 0) -> Any:
-        """Return samples as one batch; UsageFault names those on which a user's function fails."""
-        if not self.is_own:
-            return self.function(samples)
+        """Return samples as one batch; CheckFailed names those on which it fails."""
         try:
+            if not self.is_own:
+                return self.function(samples)
             with seeded(self.seed, "collate", epoch, *indices):
                 return self.function(samples)
         except CkptToolError:
             raise
-        except Exception as error:
-            more = f" and {len(indices) - NAMED} more" * (len(indices) > NAMED)
-            which = f"{self.part} samples {', '.join(map(str, indices[:NAMED]))}{more}"
+        except Exception as error:  # torch's own does not say of which sample it speaks
+            raise self._failure(samples, indices, error) from error
+
+    def _failure(self, samples: Sequence[Any], indices: Sequence[int], error: Exception) -> CheckFailed:
+        kinds = [] if self.is_own else [_kinds(sample) for sample in samples]
+        if len({*kinds}) > 1 and len(kinds) == len(indices):
+            (usual, _), *_ = Counter(kinds).most_common(1)
+            odd = next(at for at, kind in enumerate(kinds) if kind != usual)
+            own, others = dict(kinds[odd]), dict(usual)
+            place = next(place for place in own | others if own.get(place) != others.get(place))
+            said = [f"{place} is {of_one.get(place, 'missing')}" for of_one in (own, others)]
+            what = f"{self.part} sample {indices[odd]}{said[0]}, and {indices[kinds.index(usual)]}{said[1]}"
+            hint = "make them alike in the data set, or give it collate(samples); to leave some out with "
+            return CheckFailed(what, hint=f"{hint}--skip-damaged, let it raise an exception for them")
+        more = f" and {len(indices) - NAMED} more" * (len(indices) > NAMED)
+        which = f"{self.part} samples {', '.join(map(str, indices[:NAMED]))}{more}"
+        what, hint = f"{which} can't be put into a batch: {factory.described(error)}", PARTS
+        if self.is_own:
             what = f"{self.whose}: collate fails on {which}: {factory.described(error)}"
-            raise UsageFault(what, hint="collate(samples) gets a list, and returns a batch") from error
+            hint = "collate(samples) gets a list, and returns a batch"
+        return CheckFailed(what, hint=hint)
+
+
+def _kinds(sample: Any) -> tuple[tuple[str, str], ...]:
+    """Return what the parts of a sample are, each with its place."""
+    return tuple((place, kind_of(leaf)) for place, leaf in leaves_of(sample))
 
 
 def collation_of(samples: Any, data: str, of_task: Given | None, part: str, seed: int) -> Collation:

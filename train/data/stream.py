@@ -372,14 +372,14 @@ class Read(NamedTuple):
         taken: the place of each.
         more: of each lane that these are from, by its number: the digest of the sample after the global
             batch, "" if there is none.
-        skipped: what could not be read, each with the reason.
+        skipped: what could not be read, each as its number, of a sample or a lane, and the reason.
         positions: new kept positions of these lanes, by their number.
     """
 
     samples: Any
     taken: list[int]
     more: Mapping[int, str] = {}
-    skipped: Sequence[str] = ()
+    skipped: Sequence[tuple[int, str]] = ()
     positions: Mapping[int, Position] = {}
 
 
@@ -470,7 +470,7 @@ class Stream(Dataset[Any]):
         following = {number: lane.get(self._depth(behind, number)) for number, lane in lanes.items()}
         more = {number: "" if one is None else digest_of(one[0]) for number, one in following.items()}
         positions = {number: news for number, lane in lanes.items() if (news := lane.tell()) is not None}
-        skipped = [what for lane in lanes.values() for what in lane.skipped]
+        skipped = [(number, what) for number, lane in lanes.items() for what in lane.skipped]
         for lane in lanes.values():
             lane.skipped = []
         return Read(samples, taken, more, skipped, positions)
@@ -537,7 +537,7 @@ def listed(stream: Stream) -> Samples:
     for first in range(0, MOST_LISTED, stream.lanes):
         read = stream.__getitems__([first + lane for lane in range(stream.lanes)])
         samples += read.samples
-        for what in read.skipped:
+        for _, what in read.skipped:
             console.warn(f"--skip-damaged: left out of the test samples: {what}")
         if not any(read.more.values()):
             return Listed(samples, stream.collate)

@@ -228,7 +228,10 @@ class Run:
             if is_lost_rank(error) or is_timeout(error):
                 raise
             signal = self.agreement.ask()  # if one rank fails in an evaluation, all do
-            if not signal:
+            if not signal:  # a resume begins with it
+                self.trainer.progress.unscored = True
+                self.saver.save(last=True, best=False, in_haste=True)
+                self.saver.finish()
                 raise
             return None, signal
 
@@ -265,6 +268,9 @@ class Run:
 def begun(job: Job, folder: str) -> Run:
     """Build the trainer, continue from a checkpoint if there is one, and print the head of the report."""
     trainer = Trainer(job.config, job.data, job.model, job.place, job.task, job.changed)
+    if job.config.data.skip_damaged:  # which leaves out training samples alone
+        for scorer in trainer.scorers.values():
+            scorer.look()
     resumed = resume(trainer, folder)
     if trainer.differing and collectives.rank() == 0:
         console.warn(f"ranks differ: {trainer.differing}")

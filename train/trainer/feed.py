@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from ckpttool.distributed import collectives, randomness
 from ckpttool.distributed.group import Place
@@ -23,6 +24,13 @@ from train.trainer.progress import Progress, Recorder
 
 MARK = 5  # hexadecimal digits of a digest that ranks compare: squares are exact in float64 on 8192 ranks
 SEEDS = "seed its generators by the epoch (set_epoch); Python's, numpy's and torch's own are seeded"
+
+
+MOST = 16  # samples of an epoch that may be left out in any case; above that, not more than are used
+
+
+def _give_up(what: str) -> NoReturn:
+    raise CheckFailed(what, hint="that is no damage of a few: look at the code or the disk they come from")
 
 
 class Feed:
@@ -48,7 +56,7 @@ class Feed:
         self.skipped = 0  # what was left out with --skip-damaged, on all ranks
         self.left_out: list[str] = []  # what is to be said of that
         self._more: dict[int, str] = {}
-        self._damaged: list[str] = []
+        self._damaged: list[tuple[int, str]] = []
         self._known: set[str] = set()  # digests of what was left out in this epoch
         self.recorder = Recorder()
 
@@ -132,7 +140,7 @@ class Feed:
         """
         skipped, lanes = told[0], [tuple(map(int, told[at : at + 4])) for at in range(1, len(told), 4)]
         if skipped:
-            self._leave_out()
+            self._leave_out(step)
         differing = [number for number, (read, more, *_) in enumerate(lanes) if more not in (0, read)]
         if differing:
             of_ranks = collectives.gather(self._more.get(differing[0]))
@@ -153,15 +161,22 @@ class Feed:
                 raise CheckFailed(what, hint="its __iter__ has to begin anew each time it is called")
         return dataclasses.replace(step, global_size=samples)
 
-    def _leave_out(self) -> None:
-        """Count what could not be read, once for all processes that tried to. A collective."""
+    def _leave_out(self, step: Step) -> None:
+        """Count what could not be read, in the order of the data, once for all processes that tried to.
+
+        A collective; CheckFailed if that is most of what the epoch had so far.
+        """
         of_ranks = collectives.gather(self._damaged)
-        found = dict.fromkeys(itertools.chain(*of_ranks))
+        found = dict.fromkeys(what for _, what in sorted(itertools.chain(*of_ranks)))
         new = [what for what in found if digest_of(what) not in self._known]
         self._known |= set(map(digest_of, new))
         self.left_out += new
         self.skipped += len(new)
         self._damaged = []
+        so_far = min((step.index + 1) * self.plan.batch_size, self.plan.samples)
+        if self.stream is None and len(self._known) >= MOST and 2 * len(self._known) > so_far:
+            what = f"--skip-damaged: {len(self._known)} of {so_far} samples of this epoch can't be read"
+            collectives.report_once(partial(_give_up, f"{what}; the last is {new[-1] if new else 'known'}"))
 
     def begin_epoch(self) -> None:
         self.ends_at, self.positions, self._known = None, {}, set()

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, heartbeat
 from ckpttool.distributed.group import Place
-from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.errors import CheckFailed, FileError, UsageFault
 from ckpttool.metrics.base import measures
 from ckpttool.metrics.certificate import Certificate, Evaluation, LossCertificate
 from ckpttool.metrics.evaluating import Evaluated, Evaluator
@@ -68,6 +68,16 @@ class Scorer:
         """Return the score of a classifier, with this rank's rows. A collective, as `score`."""
         about = self._about(checkpoint)
         return self.evaluator.classes(model, about=about, check=self._check, forward=self.task.forward)
+
+    def look(self) -> None:
+        """Read all test samples, each on the rank that scores it. A collective; FileError for one of them."""
+        with collectives.fail_together():
+            try:
+                for _ in self.evaluator.loader:
+                    heartbeat.progress()
+            except FileError as fault:
+                hint = "a score is of every test sample: take this one out of the test set"
+                raise type(fault)(fault.path, fault.reason, hint=hint) from fault
 
     def _check(self, batch: Any, indices: Any) -> None:
         self.before_batch()

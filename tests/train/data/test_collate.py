@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ckpttool import metrics
 from ckpttool.distributed import transport
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CheckFailed, UsageFault
 from tests.ranks import trainings
 from tests.ranks.runs import TEXTS, Masked, OfTexts, Ragged
 from train.config.sections import TrainConfig
@@ -264,7 +264,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("data", REFUSED)
 def test_what_makes_no_batch_is_refused_by_name(own, data):
-    with pytest.raises(UsageFault) as caught:
+    with pytest.raises(CheckFailed if data == "failing" else UsageFault) as caught:
         prepared(own, data)
     assert REFUSED[data] in caught.value.message
 
@@ -282,7 +282,9 @@ def test_an_error_names_the_samples_of_the_batch_from_loading_processes_too():
     collation = Collation(fail, "--data own.py:data")
     for workers in (0, 1):
         loaded = load(Ragged(), [[1], [*range(8)]], trainings.place(0, 1), workers, collation=collation)
-        with pytest.raises(UsageFault, match="collate fails on training samples 0, 1, 2, 3, 4, 5 and 2 more"):
+        with pytest.raises(
+            CheckFailed, match="collate fails on training samples 0, 1, 2, 3, 4, 5 and 2 more"
+        ):
             list(loaded)
 
 

@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import struct
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +294,41 @@ class Files(TensorDataset):
 
 def files():
     return Files(torch.rand(20, 1, 8, 8), torch.arange(20) % 2)
+
+class Faulty(TensorDataset):
+    classes = ["a", "b"]
+    wrong = {}
+
+    def __getitem__(self, index):
+        if index in self.wrong:
+            return self.wrong[index]()
+        return super().__getitem__(index)
+
+def of_30(wrong):
+    samples = Faulty(torch.rand(30, 1, 8, 8), torch.arange(30) % 2)
+    samples.wrong = wrong
+    return samples
+
+def raising(number=8, late=False):
+    kinds = [ValueError("odd length"), KeyError("label"), OSError("gone"), RuntimeError("no frame")]
+    def fail(error):
+        raise error
+    places = [7 * 3] if late else range(0, 3 * number, 3)
+    return of_30({at: lambda error=kinds[at // 3 % 4]: fail(error) for at in places})
+
+def of_most():
+    def fail():
+        raise ValueError("odd")
+    return of_30(dict.fromkeys(range(1, 18), fail))
+
+def nothing():
+    return of_30({22: lambda: None})
+
+def larger():
+    return of_30({22: lambda: (torch.rand(1, 9, 9), 0)})
+
+def unlabelled():
+    return of_30({22: lambda: (torch.rand(1, 8, 8), None)})
 """
 
 
@@ -468,9 +505,9 @@ def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch
 # ---- --skip-damaged ------------------------------------------------------------------------------------
 
 
-def trained(rank: int, size: int, spec: str) -> tuple[int, int]:
+def trained(rank: int, size: int, spec: str, **more: Any) -> tuple[int, int]:
     """Check and train; return the samples that were used, and those that were left out."""
-    settings: dict[str, Any] = {"data": spec, "batch_size": 6, "skip_damaged": True, "epochs": 1}
+    settings: dict[str, Any] = {"data": spec, "batch_size": 6, "skip_damaged": True, "epochs": 1, **more}
     data, model = data_set.load(TrainConfig.of(**settings).data), models.simple_cnn(2)
     trainings.check(model, data, size, rank=rank, **settings)
     trainer = trainings.trainer(rank, size, data, model, **settings)
@@ -482,3 +519,120 @@ def test_damaged_samples_are_left_out_also_where_they_are_looked_at_before_train
     assert run_ranks(2, trained, f"{own}:files") == [(17, 3)] * 2
     with pytest.raises(Damaged, match=r"0\.png: is cut short"):
         data_set.load(TrainConfig.of(data=f"{own}:files").data)
+
+
+@pytest.mark.parametrize("flags", [{"mixup": 0.5}, {"cutmix": 1.0}, {"augment": "crop-flip"}])
+def test_a_sample_that_is_mixed_with_a_damaged_one_is_used(run_ranks, own, flags):
+    """Eight of thirty raise errors of four kinds, the first sample among them; all others are trained on."""
+    assert run_ranks(2, partial(trained, **flags), f"{own}:raising") == [(22, 8)] * 2
+
+
+def told(rank: int, size: int, spec: str, folder: str) -> list[str]:
+    settings: dict[str, Any] = {"data": spec, "batch_size": 6, "skip_damaged": True, "epochs": 1}
+    data, model = data_set.load(TrainConfig.of(**settings).data), models.simple_cnn(2)
+    trainer = trainings.trainer(rank, size, data, model, **settings)
+    trainings.finish_epoch(trainer)
+    return trainer.feed.left_out
+
+
+def test_what_is_left_out_is_told_in_the_same_order_on_any_number_of_ranks(run_ranks, own):
+    (alone,) = run_ranks(1, told, f"{own}:raising", "")
+    assert len(alone) == 8 and "training sample 0 can't be read: ValueError: odd length" in "".join(alone)
+    for size in (2, 3):
+        assert run_ranks(size, told, f"{own}:raising", "") == [alone] * size
+
+
+def test_more_damage_than_samples_ends_the_run(run_ranks, own):
+    (said,) = run_ranks(1, ended, f"{own}:raising(number=10)", {"batch_size": 30})
+    assert said is None  # a third
+    many = f"{own}:of_most"
+    (one, _), (other, _) = told = run_ranks(2, ended, many, {})
+    assert (one, other) == ("CheckFailed", "RankFailed")
+    for _, message in told:
+        assert re.search(
+            "--skip-damaged: 1[67] of (24|30) samples of this epoch can't be read; the last", message
+        )
+
+
+def ended(rank: int, size: int, spec: str, more: dict[str, Any]) -> tuple[str, str] | None:
+    return trainings.error_of(lambda: trained(rank, size, spec, **more))
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("nothing", "training sample 22 is None, and "),
+    ("larger", "training sample 22[0] is a tensor of float32 with the shape [1, 9, 9], and "),
+    ("unlabelled", "training sample 22[1] is None, and "),
+])  # fmt: skip
+@pytest.mark.parametrize("mixup", [0.0, 0.5])
+def test_a_sample_of_another_kind_is_named(own, tmp_path, capsys, name, said, mixup):
+    """Which no trial has read: it is met in training."""
+    flags = ["--data", f"{own}:{name}", "--batch-size", "10", "--epochs", "1", "--mixup", str(mixup)]
+    code = main.main([*flags, "--out", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert code == 1 and re.search(r"training sample.* 22\b", error) and error.count("\n") == 1, error
+    assert mixup or said in error
+
+
+def test_an_error_of_a_users_sample_late_in_training_is_no_wrong_flag(own, tmp_path, capsys):
+    """3, as for a file that can't be read, and not 2, which says that nothing was started."""
+    assert main.main(["--data", f"{own}:raising(late=True)", "--epochs", "1", "--out", f"{tmp_path}/r"]) == 3
+    assert "training sample 21 can't be read: RuntimeError: no frame" in capsys.readouterr().err
+
+
+def make_divided(root: Path) -> list[str]:
+    """Make pictures to train and test with; return flags for them."""
+    make_folder(root / "p" / "train", {"cat": 12, "dog": 12}, size=(12, 12))
+    make_folder(root / "p" / "test", {"cat": 9, "dog": 9}, size=(12, 12))
+    flags = ["--data", f"folder:{root}/p", "--epochs", "1", "--batch-size", "8", "--skip-damaged"]
+    return [*flags, "--out", str(root / "run")]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:70])
+
+
+def test_a_file_that_is_no_image_is_left_out_and_counted(tmp_path, capsys):
+    flags = make_divided(tmp_path)
+    (tmp_path / "p/train/cat/000.png").write_text("no image")  # the first is looked at most
+    truncate(tmp_path / "p/train/dog/003.png")
+    assert main.main(flags) == 0
+    said = capsys.readouterr()
+    assert said.err.count("--skip-damaged: left out training sample") == 2
+    assert "left out 2 that can't be read" in said.out
+
+
+@pytest.mark.parametrize("workers", [[], ["--workers", "1"]])
+def test_a_damaged_test_image_is_named_before_the_first_step(tmp_path, capsys, workers):
+    """One that no trial has read: scores are of every test sample, and so it is not left out."""
+    flags = make_divided(tmp_path)
+    truncate(tmp_path / "p/test/dog/002.png")
+    assert main.main([*flags, *workers]) == 3
+    said = capsys.readouterr()
+    assert "dog/002.png: is not a readable image (a score is of every test sample" in said.err
+    assert "train loss" not in said.out
+
+
+def test_a_test_image_that_is_damaged_during_training_costs_no_step(tmp_path, capsys):
+    """The state is saved, and a resume begins with the score."""
+    flags = [flag for flag in make_divided(tmp_path) if flag != "--skip-damaged"]
+    broken = tmp_path / "p/test/dog/001.png"
+    whole = broken.read_bytes()
+    truncate(broken)
+    assert main.main(flags) == 3
+    assert "dog/001.png: is not a readable image" in capsys.readouterr().err
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]
+    assert (state["global_step"], state["unscored"]) == (3, True)
+    broken.write_bytes(whole)
+    assert main.main([*flags, "--resume", "auto"]) == 0
+    said = capsys.readouterr().out
+    assert "1/1" in said and (tmp_path / "run" / "best.pt").exists()
+
+
+def test_a_class_without_images_is_said(tmp_path, capsys):
+    make_folder(tmp_path / "train", {"cat": 3, "dog": 0, "eel": 2})
+    make_folder(tmp_path / "test", {"cat": 3, "eel": 2})
+    assert load(f"folder:{tmp_path}").classes == ("cat", "dog", "eel")
+    assert (
+        f"warning: {tmp_path}/train/dog: holds no images, so the class 'dog' has no"
+        in capsys.readouterr().err
+    )

@@ -378,7 +378,7 @@ def test_a_shard_damaged_in_the_middle_of_an_epoch_is_named_or_its_samples_are_l
     read = batch_of(Undamaged(samples), Collation(), [0, 1, 8])
     assert read.taken == [1]
     assert read.samples[1].tolist() == [1]
-    assert [what.split(":")[0] for what in read.skipped] == ["training sample 0", "training sample 8"]
+    assert [what.split(":")[0] for _, what in read.skipped] == ["training sample 0", "training sample 8"]
     for workers in (0, 2):
         loader = load(Undamaged(samples), [[0, 8], [2, 3]], trainings.place(0, 1), workers)
         assert [read.taken for read in loader] == [[], [2, 3]]

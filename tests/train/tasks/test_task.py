@@ -242,7 +242,7 @@ def test_an_instance_a_class_a_module_and_a_namespace_are_tasks(made):
 ONE = torch.tensor(1.0)
 NO_PAIRS = [
     (ONE, r"a tensor of float32 with the shape \[\], not \(sum, count\)"),
-    (None, "a NoneType, not"),
+    (None, "None, not"),
     ((ONE, 1, 2), "a tuple of 3, not"),
     ((1.0, 3), "a float as its sum"),
     ((torch.ones(3), 3), r"with the shape \[3\] as its sum"),
@@ -458,7 +458,7 @@ UNFIT = {
     "--task model-loss": "does not take the 3 samples",
     "--task language-model": "--task language-model: ",
     "--data {own}:ragged": "training sample 15['x'] has the shape 4, and sample 0 has 3",
-    "--data {own}:lost": "training sample 0 holds a NoneType, which can't be put into a batch",
+    "--data {own}:lost": "training sample 0 holds None, which can't be put into a batch",
     "--data {own}:named": "does not take the 3 samples",
 }
 
