@@ -324,15 +324,62 @@ def _lost_values(model: torch.nn.Module) -> bool:
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a live module without memory, on which a load can be tried."""
-    import copy
-
     import torch
 
     without_memory = {
         id(tensor): _on_meta(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor.to("meta")
         for tensor in (*model.parameters(), *model.buffers())
     }
-    return copy.deepcopy(model, without_memory)
+    return copy_of(model, without_memory)
+
+
+def copy_of(model: torch.nn.Module, known: Mapping[int, Any] | None = None) -> torch.nn.Module:
+    """Return a copy of a live module; what can't be copied in it, as a lock, is shared.
+
+    A tensor that was computed, as the weight of torch's old `weight_norm`, becomes a constant.
+
+    Args:
+        known: by `id`, what takes the place of an object.
+
+    Raises:
+        UsageFault: the module has a way of its own to be copied, and that fails.
+    """
+    import copy
+
+    memo = dict(known or {})
+    with contextlib.suppress(Exception):  # of any kind: each object refuses in its own way
+        return copy.deepcopy(model, dict(memo))
+    for module in model.modules():
+        for value in vars(module).values():
+            _share(value, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        what = f"the model, {type(model).__name__}, can't be copied: {described(error)}"
+        raise UsageFault(
+            what, hint="it is tried on a copy before it is trained: see its __deepcopy__"
+        ) from error
+
+
+def _share(value: Any, memo: dict[int, Any]) -> None:
+    """Note in `memo`, for what can't be copied in a module's attribute, what takes its place in a copy."""
+    import copy
+
+    import torch
+
+    if isinstance(value, torch.Tensor) and not value.is_leaf:
+        memo.setdefault(id(value), value.detach().clone())
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _share(item, memo)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _share(item, memo)
+    elif not isinstance(value, torch.Tensor | torch.nn.Module):
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:  # of any kind
+            memo[id(value)] = value
 
 
 def accepts(model: torch.nn.Module, state: State) -> bool:

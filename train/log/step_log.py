@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import json
 import math
 import os
@@ -34,6 +33,7 @@ from ckpttool.distributed.group import Place
 from ckpttool.distributed.uneven import run_dummy_pass
 from ckpttool.errors import FileError
 from ckpttool.inspecting.run_log import LOG, parsed
+from ckpttool.models import factory
 from train import console
 from train.config.sections import TrainConfig
 from train.tasks.builtin import Task
@@ -159,7 +159,7 @@ def work_of(config: TrainConfig, task: Task, place: Place, model: nn.Module, bat
     peak = peak_of(place.device, config.numbers.amp, place.world_size)
     if config.model.shard:
         return Work(task.unit, peak=peak)
-    copied = copy.deepcopy(model)  # one may count its passes
+    copied = factory.copy_of(model)  # one may count its passes
     forward = partial(task.forward, copied)
     flops = flops_of(lambda: run_dummy_pass(copied, batch, forward, together=False))
     return Work(task.unit, flops, peak)

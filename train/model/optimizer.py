@@ -12,7 +12,6 @@ a factory too. What its `state_dict` does not hold is lost on a resume, so that 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import io
@@ -112,7 +111,7 @@ def check_resumes(settings: OptimizerConfig, model: nn.Module) -> None:
     On copies of the parameters; the random numbers are put back.
     """
     said = f"--optimizer {settings.name}"
-    models = [copy.deepcopy(model).cpu() for _ in range(2)]
+    models = [factory.copy_of(model).cpu() for _ in range(2)]
     first, second = (build_own(settings, each, "", fused=False) for each in models)
     _step(models[0], first, 0)
     state = first.state_dict()
@@ -252,7 +251,7 @@ def check(settings: OptimizerConfig, model: nn.Module, name: str) -> None:
     is_own = ":" in settings.name
     if settings.zero and not is_own and _kind(settings.name) is Muon:
         raise UsageFault("--zero: muon's state is not divided among ranks", hint="leave it out")
-    copied = copy.deepcopy(model).cpu()
+    copied = factory.copy_of(model).cpu()
     if settings.zero:
         _check_one_dtype(groups_of(settings, copied))
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections import Counter
@@ -25,6 +24,7 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
+from ckpttool.models import factory
 from train.config import command_line
 from train.config.sections import ModelConfig
 
@@ -178,7 +178,7 @@ def as_trained(settings: ModelConfig, model: nn.Module) -> nn.Module:
     if settings.batchnorm != "sync":
         return model
     try:
-        return batchnorm.to_sync(copy.deepcopy(model))
+        return batchnorm.to_sync(factory.copy_of(model))
     except UsageFault as fault:
         what = f"--batchnorm sync: {settings.name}: {fault.message}"
         raise UsageFault(what, hint="give plain or pooled") from None

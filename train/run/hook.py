@@ -9,7 +9,6 @@ weights, as through a global variable, ends the run (through `.data`, torch does
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.errors import CheckFailed
+from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.models import factory
 from train.checkpoint.saver import Tell
 from train.trainer.trainer import Trainer
@@ -131,9 +130,9 @@ class Hook:
 def _copied(model: nn.Module) -> nn.Module | str:
     """Return a copy in eval mode; why there is none, as of a model that keeps its last outputs."""
     try:
-        return copy.deepcopy(model).eval()
+        return factory.copy_of(model).eval()
     except Exception as error:
-        return f"the model can't be copied: {factory.described(error)}"
+        return error.message if isinstance(error, UsageFault) else factory.described(error)
 
 
 def _marks(model: nn.Module) -> dict[str, Any]:

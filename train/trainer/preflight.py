@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,7 +135,7 @@ def try_training(
     # The size of a stream's last batch is not known.
     unknown = isinstance(trial.data.train, Stream) or config.data.skip_damaged
     smallest = 1 if unknown else min(sizes - {0})
-    copied = copy.deepcopy(model)
+    copied = factory.copy_of(model)
     if settings.batchnorm == "pooled":
         RunningStatistics(copied)
     if settings.grad_checkpoint:
@@ -182,7 +181,7 @@ def _check_resumes(trial: Trial, trained: nn.Module, fresh: nn.Module, size: int
         if not isinstance(value, torch.Tensor) and not is_plain(value):
             what = f"--model {trial.model}: {name} holds more than tensors and plain values"
             raise UsageFault(what, hint="let get_extra_state return numbers, texts, lists and dicts of these")
-    twin, marks = copy.deepcopy(fresh), []
+    twin, marks = factory.copy_of(fresh), []
     try:
         twin.load_state_dict(state)
     except Exception as error:  # of a user's set_extra_state
@@ -220,7 +219,7 @@ def check_sum(trial: Trial, model: nn.Module) -> None:
     """
     if not isinstance(trial.task, UserTask):
         return
-    quiet = copy.deepcopy(model).eval()
+    quiet = factory.copy_of(model).eval()
     for sample in range(min(count(trial.samples), TRIED)):
         try:
             with torch.no_grad():
@@ -259,7 +258,7 @@ def _is_near(one: float, other: float) -> bool:
 def _takes_two(trial: Trial, model: nn.Module) -> bool:
     try:
         with torch.no_grad():
-            trial.forward(copy.deepcopy(model), 2)
+            trial.forward(factory.copy_of(model), 2)
     except Exception:
         return False
     return True
@@ -294,7 +293,7 @@ def compare_pass(settings: ModelConfig, task: Task, model: nn.Module, batch: Any
     if collectives.world_size() == 1:
         return ""
     eager = wrapping.not_compiled() if settings.compile else contextlib.nullcontext()
-    model = model if settings.shard else copy.deepcopy(model)  # one may count its passes
+    model = model if settings.shard else factory.copy_of(model)  # one may count its passes
     with torch.no_grad(), leaving_no_trace(model, together=False), eager:
         randomness.seed_all(randomness.seed_from("a pass"))  # on GPUs too
         loss, _ = task.loss(task.forward(model, batch), batch)

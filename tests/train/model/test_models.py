@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.errors import UsageFault
+from ckpttool.models import factory
 from tests.ranks import trainings
+from train import evaluate, main
 from train.config.sections import ModelConfig
 from train.model import builtin as models
 from train.model import wrapping
@@ -38,6 +40,32 @@ class Freezes(nn.Sequential):
 half = lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout().eval())
 whole = lambda: half().eval()
 method = lambda: Freezes(nn.Linear(3, 2), nn.Dropout())
+
+import threading
+
+class Locked(nn.Module):
+    def __init__(self, net=None):
+        super().__init__()
+        self.lock, self.net = threading.Lock(), net or nn.Linear(64, 10)
+        self.parts = {"a": [threading.Lock()], "numbers": (number for number in range(3))}
+
+    def forward(self, x):
+        with self.lock:
+            self.last = self.net(x.flatten(1))
+            return self.last
+
+def normed():
+    norm = nn.utils.weight_norm(nn.Linear(64, 16))
+    return Locked(nn.Sequential(norm, nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)))
+
+class Refusing(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("no copies")
+
+refusing = lambda: nn.Sequential(nn.Flatten(), Refusing(64, 10))
+
+def look(model, step, folder):
+    print("looked", step)
 """
 
 
@@ -80,8 +108,8 @@ def test_simple_cnn_has_no_batchnorm_and_fits_the_digits_without_arguments():
 
 def test_torchvisions_models_and_a_users_factory_that_takes_it_get_the_number_of_classes(own):
     assert models.build("torchvision:resnet18", shape=(3, 32, 32), classes=7).fc.out_features == 7
-    for factory, outputs in (("sized", 7), ("sized(num_classes=2)", 2), ("fixed", 3)):
-        made = models.build(f"{own}:{factory}", shape=(4,), classes=7)
+    for name, outputs in (("sized", 7), ("sized(num_classes=2)", 2), ("fixed", 3)):
+        made = models.build(f"{own}:{name}", shape=(4,), classes=7)
         assert made.out_features == outputs
     with pytest.raises(UsageFault, match=r"returned int, not a torch\.nn\.Module"):
         models.build(f"{own}:other", shape=(4,), classes=7)
@@ -285,3 +313,32 @@ def test_a_compiled_block_that_the_compiler_breaks_updates_its_statistics_once(m
     wrapping.wrap(ModelConfig(compile=True, grad_checkpoint=True), model)
     model(torch.rand(3, 2)).sum().backward()
     assert model[1][0].num_batches_tracked.item() == 1
+
+
+# ---- models that can't be copied -----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("flags", [["--batchnorm", "sync"], ["--accumulate", "2", "--optimizer", "adamw"]])
+def test_a_model_with_a_lock_and_the_old_weight_norm_is_trained_and_scored(own, tmp_path, capsys, flags):
+    given = ["--model", f"{own}:normed", "--data", "digits", "--max-steps", "3", "--out", f"{tmp_path}/run"]
+    assert main.main([*given, *flags, "--every", "2steps", f"{own}:look"]) == 0
+    assert "looked 2" in capsys.readouterr().out
+    assert main.main([*given, *flags, "--max-steps", "4", "--resume", "auto"]) == 0
+    assert evaluate.main([f"{tmp_path}/run/best.pt", *given[:4]]) == 0
+
+
+def test_a_copy_shares_what_can_not_be_copied_and_nothing_else(own):
+    model = factory.build(f"{own}:Locked")
+    model(torch.ones(2, 64))
+    copied = factory.copy_of(model)
+    assert copied.lock is model.lock and copied.parts["a"][0] is model.parts["a"][0]
+    assert copied.parts is not model.parts and copied.last.is_leaf
+    copied.net.weight.data.zero_()
+    assert model.net.weight.abs().sum() > 0 and not copied(torch.ones(2, 64)).isnan().any()
+
+
+def test_a_model_that_refuses_to_be_copied_is_refused_in_one_line(own, tmp_path, capsys):
+    assert main.main(["--model", f"{own}:refusing", "--out", f"{tmp_path}/run"]) == 2
+    said = capsys.readouterr().err
+    assert "Sequential, can't be copied: RuntimeError: no copies" in said and said.count("\n") == 1

@@ -199,8 +199,20 @@ class Remembering(torch.nn.Linear):
         return self.last
 
 
-def test_a_model_that_can_not_be_copied_is_named_and_the_training_goes_on(run_ranks, tmp_path, own):
+class Refusing(Remembering):
+    def __deepcopy__(self, memo: Any) -> Any:
+        if hasattr(self, "last"):
+            raise RuntimeError("no copies")
+        return Refusing()
+
+
+def test_a_model_that_keeps_its_outputs_is_copied_with_them(run_ranks, tmp_path, own):
     run_ranks(2, runs.run, Remembering, str(tmp_path / "a"), {"every": ("1", f"{own}:quiet")})
+    assert not [entry for entry in entries_of(tmp_path / "a") if entry.get("event") == "hook failed"]
+
+
+def test_a_model_that_can_not_be_copied_is_named_and_the_training_goes_on(run_ranks, tmp_path, own):
+    run_ranks(2, runs.run, Refusing, str(tmp_path / "a"), {"every": ("1", f"{own}:quiet")})
     failed = [entry["error"] for entry in entries_of(tmp_path / "a") if entry.get("event") == "hook failed"]
-    assert failed and all("the model can't be copied: " in text for text in failed)
+    assert failed and all("can't be copied: RuntimeError: no copies" in text for text in failed)
     assert (tmp_path / "a" / "last.pt").exists()
