@@ -74,6 +74,8 @@ class Pulse:
         self.verdict = self.end = self.error = ""
         self.slow: Sequence[int] = ()
         self._asked: set[int] = set()  # silent ranks that were asked for their stacks
+        self.store_is_gone = False
+        self._asking: threading.Thread | None = None
         self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
         self._send()
         self.own.begin()
@@ -103,11 +105,13 @@ class Pulse:
     # ---- exchanging
 
     def _exchange(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone; the judging thread finds out why
+        try:
             while not self.over.wait(self.interval):
                 self._send()
                 self._receive(self.store)
             self._send()
+        except RuntimeError:
+            self.store_is_gone = True  # with the process that served it; the judging thread finds out why
 
     def _send(self) -> None:
         beat, at = self.own.beat, self.watched
@@ -200,8 +204,7 @@ class Pulse:
         """Write and return which rank was lost, after a collective has failed; empty if that is unknown."""
         # Written at once: the launcher ends this process as soon as it sees that the other one is dead.
         for _ in range(5):
-            with contextlib.suppress(RuntimeError):
-                self._receive(self.store.clone())
+            self._ask(self._receive)
             if self.verdict:
                 self._leave(Verdict(**json.loads(self.verdict)))
             verdict = hangs.lost(self.seen(), self.rank, 3 * self.interval, timed_out=timed_out)
@@ -218,10 +221,25 @@ class Pulse:
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Return what all ranks say: of several verdicts at once, the first one."""
         if self.clock.now() - self.exchanged < self.timeout:
-            with contextlib.suppress(RuntimeError):
-                text = json.dumps(dataclasses.asdict(verdict))
-                return Verdict(**json.loads(self.store.clone().compare_set(self.keys[-1], "", text)))
+            text = json.dumps(dataclasses.asdict(verdict))
+            agreed = self._ask(lambda store: store.compare_set(self.keys[-1], "", text))
+            return verdict if agreed is None else Verdict(**json.loads(agreed))
         return verdict
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Return what a call to the store returns; None if it does not answer, as once rank 0 has ended."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question(self.store.clone()))
+
+        # A thread of its own: to connect to a store that is gone takes torch as long as ranks have to join.
+        if not self.store_is_gone and not (self._asking and self._asking.is_alive()):
+            self._asking = threading.Thread(target=ask, daemon=True)
+            self._asking.start()
+            self._asking.join(2 * self.interval)
+        return answers[0] if answers else None
 
     def _leave(self, verdict: Verdict) -> None:
         """Say what has happened and end this process."""

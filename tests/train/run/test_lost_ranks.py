@@ -27,6 +27,7 @@ from tests.ranks.forked import Program
 from tests.ranks.mortal import noted
 from tests.ranks.programs import ROOT, TORCHRUN, environment, own_model, start
 from tests.support.run_log import entries_of, timeless
+from tests.support.running import free_port
 from train.config.sections import TrainConfig
 from train.main import train
 from train.run import run
@@ -502,3 +503,57 @@ def test_a_signal_before_the_first_step_ends_the_run_in_one_line(tmp_path, numbe
     said = run.communicate(timeout=30)
     assert run.returncode == 128 + number
     assert said == ("", f"ended by {number.name} before the first step; nothing more was trained\n")
+
+
+# ---- a store within rank 0 -----------------------------------------------------------------------------
+
+# Without torchrun, rank 0 serves the store: what it takes with it, the others must not wait for.
+IN_RANK_0 = """
+import os, sys, time
+import torch, torch.distributed as dist
+from ckpttool.distributed import group, heartbeat
+from ckpttool.errors import CkptToolError
+
+if "{where}" == "meeting" and os.environ["RANK"] == "0":
+    def agree(*_):
+        time.sleep(1)
+        {how}
+    group.agree_on_attempt = agree
+try:
+    with group.process_group(join_timeout=50), heartbeat.watch(100):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(1)
+        if os.environ["RANK"] == "0":
+            {how}
+        if "{where}" == "elsewhere":
+            time.sleep(90)
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+except CkptToolError as fault:
+    os.write(2, f"said {{fault}}".encode())
+    os._exit(1)
+"""
+
+
+@pytest.mark.covered(
+    lambda where, how, ranks: (ranks == 3) != (where == "elsewhere") or "_exit(1)" not in how
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "os._exit(1)", "os._exit(0)"])
+@pytest.mark.parametrize("where", ["collective", "elsewhere", "meeting"])
+def test_the_end_of_rank_0_with_the_store_in_it_ends_the_others_at_once(tmp_path, where, how, ranks):
+    (tmp_path / "rank.py").write_text(IN_RANK_0.format(where=where, how=how))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, str(tmp_path / "rank.py")]
+    env = [environment(**shared, RANK=str(n), LOCAL_RANK=str(n), PYTHONPATH=str(ROOT)) for n in range(ranks)]
+    first, *others = [Program(command, tmp_path, each) for each in env]
+    first.communicate(timeout=60)
+    began = time.monotonic()
+    for rank, other in enumerate(others, start=1):
+        _, said = other.communicate(timeout=30)
+        assert other.returncode == 1
+        if where == "meeting":
+            assert f"said rank {rank} could not join the others: " in said
+        else:
+            assert f"error: rank {rank}: rank 0 is gone" in said or "said rank 0 is gone" in said
+    assert time.monotonic() - began < 15
