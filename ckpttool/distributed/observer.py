@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import re
 import signal
@@ -93,6 +94,17 @@ def end_with_torchrun() -> None:
     # The kernel does not tell of a launcher that ended before.
     if ends and os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def report_to_torchrun(text: str) -> None:
+    """Let torchrun, if it started this rank, end its own report with a text, as its `record` would."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or os.path.exists(path):  # the first failure counts
+        return
+    # Ranks that end with this one, in the same second, would else be taken for the cause.
+    about = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": about}}, file)
 
 
 def usable_cores() -> int:

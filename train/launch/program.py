@@ -24,7 +24,13 @@ from typing import Any, NoReturn, TypeVar
 from ckpttool.core.words import versioned
 from ckpttool.distributed.group import Place, given_rank, started_by_launcher
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
-from ckpttool.distributed.observer import SPAWNED, end_with_torchrun, environment_of, usable_cores
+from ckpttool.distributed.observer import (
+    SPAWNED,
+    end_with_torchrun,
+    environment_of,
+    report_to_torchrun,
+    usable_cores,
+)
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault, install
 from ckpttool.models import factory
 from train import console
@@ -373,6 +379,8 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
     message, hint = error.message.replace("\n", " "), error.hint or ""
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
     console.note(f"error: {message}{below}")
+    if not echo:
+        report_to_torchrun(f"error: {message}{below}")
     return error.exit_code
 
 

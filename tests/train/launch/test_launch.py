@@ -305,3 +305,22 @@ def test_torchruns_default_of_one_thread_is_told_from_the_users(tmp_path, given,
     command = [*TORCHRUN, "2", str(tmp_path / "tells.py"), f"{tmp_path}/threads"]
     subprocess.run(command, cwd=ROOT, env=inherited | given, check=True, timeout=100, capture_output=True)
     assert [(tmp_path / f"threads{rank}").read_text() for rank in range(2)] == threads
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--lr", "x"], "error: argument --lr: 'x' is not a number (train/main.py --help lists the flags)"),
+    (["--data", "{own}:data"], "error: --data {own}:data: training sample 7 can't be read: ValueError: odd"),
+])  # fmt: skip
+def test_under_torchrun_the_error_is_also_the_last_that_is_said(tmp_path, flags, said):
+    """Below torchrun's own thirty lines; of the rank that failed first."""
+    code = "import torch\nfrom torch.utils.data import TensorDataset\nclass Own(TensorDataset):\n"
+    code += "    def __getitem__(self, at):\n        if at == 7:\n            raise ValueError('odd')\n"
+    code += "        return super().__getitem__(at)\n"
+    (tmp_path / "own.py").write_text(
+        f"{code}data = lambda: Own(torch.rand(30, 1, 8, 8), torch.arange(30) % 2)\n"
+    )
+    given = [flag.format(own=tmp_path / "own.py") for flag in flags]
+    done = start([*TORCHRUN, "2", "train/main.py", *given, "--out", f"{tmp_path}/run"])
+    assert done.returncode == 1 and done.stderr.startswith("error: ")
+    *_, last, border = done.stderr.splitlines()
+    assert border.strip("=") == "" and said.format(own=tmp_path / "own.py") in last
