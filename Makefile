@@ -86,7 +86,8 @@ clean:  ## remove .venv, runs and builds
 # do not fit ("operator torchvision::nms does not exist") without a warning.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision
+	@echo "installing torch and torchvision into .venv: about 6 GB, some minutes; then the tools of the tests"
+	$(BIN)/python -m pip install --disable-pip-version-check torch torchvision
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
 	touch $@
 

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from ckpttool.core.words import versioned
+from ckpttool.core.words import counted, versioned
 from ckpttool.distributed.group import Place, given_rank, started_by_launcher
 from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from ckpttool.distributed.observer import (
@@ -395,6 +395,9 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_at_once)  # until there are ranks, and the agent listens to signals
+    if "--json" not in arguments:
+        with contextlib.suppress(CheckFailed):  # the ranks will say that nothing can be printed
+            console.say(f"starting {counted(ranks, 'rank')} …")  # importing torch may take half a minute
     # torchrun would set it to 1 and print a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     os.environ[SPAWNED] = str(os.getpid())

@@ -488,7 +488,7 @@ def test_ctrl_c_before_there_are_ranks_is_one_line(tmp_path):
     """Under an import, where an interrupt may be lost or end in a traceback."""
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(9)\n")
     done = start(program("--spawn", "2"), tmp_path, anew=True, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "starting 2 ranks …\n", "\ninterrupted\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
