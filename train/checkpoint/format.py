@@ -56,6 +56,7 @@ STRUCTURE: dict[str, Any] = {
         "sums": Each(Each(NUMBER)),
         "unscored": bool,
         "since_best?": int,
+        "not_finite?": int,
         "top?": Each(Each(NUMBER)),
     },
     "plan": {
@@ -190,7 +191,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.progress.load(state["progress"])
     was = state["config"].get("best"), state["plan"].get("judge", trainer.judge)
     if was != (trainer.config.scores.best, trainer.judge):  # merits of another kind
-        trainer.progress.best, trainer.progress.since_best, trainer.progress.top = -math.inf, 0, []
+        trainer.progress.best, trainer.progress.top = -math.inf, []
+        trainer.progress.since_best = trainer.progress.not_finite = 0
     trainer.feed.load(state["plan"], state["config"].get("rank_share"))
     if "stream" in state:
         trainer.feed.go_on(state["stream"], trainer.progress.epoch)

@@ -337,7 +337,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
     steps = trainer.feed.steps_per_epoch
-    counts = "epoch", "global_step", "samples", "uncounted", "since_best"
+    counts = "epoch", "global_step", "samples", "uncounted", "since_best", "not_finite"
     if min(progress.get(name, 0) for name in counts) < 0:
         raise Damaged(path, "its progress is negative")
     # All of them are done only where a signal has cut short the evaluation that ends the epoch.

@@ -467,8 +467,9 @@ class Report:
                 console.say(f"        no {BEST}: no score here was the best so far")
         if saved:
             if ended_by == "--stop-early":
-                not_better = self.trainer.progress.since_best
-                console.say(f"\nended   by --stop-early: {not_better} scores were not better")
+                of, none = self.trainer.progress.since_best, self.trainer.progress.not_finite
+                bad = f", {none} of them NaN or infinite" * (none > 0)
+                console.say(f"\nended   by --stop-early: {of} scores were not better{bad}")
             elif ended_by and ended_by not in ("--epochs", "--max-steps"):
                 console.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
             console.say("next:")

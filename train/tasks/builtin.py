@@ -177,11 +177,16 @@ def target_of(batch: Any) -> Any:
     return batch[-1] if isinstance(batch, tuple | list) else batch
 
 
-def scores_in(outputs: Any) -> torch.Tensor:
-    """Return outputs that are a tensor, or have one as `logits`; those of 16 bits as float32."""
+def logits_of(outputs: Any) -> Any:
+    """Return what outputs have as `logits`, of an object or a mapping; else themselves."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits", outputs)
-    outputs = getattr(outputs, "logits", outputs)
+    return getattr(outputs, "logits", outputs)
+
+
+def scores_in(outputs: Any) -> torch.Tensor:
+    """Return outputs that are a tensor, or have one as `logits`; those of 16 bits as float32."""
+    outputs = logits_of(outputs)
     if not isinstance(outputs, torch.Tensor):
         raise TypeError(f"the model returned {kind_of(outputs)}, not a tensor")
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
@@ -210,6 +215,9 @@ class Classification(Task):
         self.data, self.label_smoothing = data, label_smoothing
         self.weights = torch.tensor(weights, dtype=torch.float64) if weights else None
         self.counts_samples = not weights
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return logits_of(super().forward(model, batch))
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         labels, scores, weights = batch[-1], scores_in(outputs), self.weights

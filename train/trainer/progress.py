@@ -157,6 +157,7 @@ class Progress:
     samples: int = 0  # used since the beginning, by all ranks
     best: float = -math.inf  # the merit of the best score on the test set, the larger the better
     since_best: int = 0  # evaluations since then
+    not_finite: int = 0  # of these, those whose score was NaN or infinite
     top: list[list[float]] = field(default_factory=list)  # of --keep-best: [merit, step], the best first
     uncounted: int = 0  # steps that changed nothing, as nothing counted in them
     unscored: bool = False  # a signal has cut short the evaluation after the last step
@@ -199,6 +200,7 @@ class Progress:
         """
         is_best = merit > self.best
         self.best, self.since_best = max(merit, self.best), 0 if is_best else self.since_best + 1
+        self.not_finite = 0 if is_best else self.not_finite + (merit == -math.inf)
         worst = self.top[keep - 1][0] if 0 < keep <= len(self.top) else -math.inf
         is_kept = keep > 0 and merit > worst
         if is_kept:

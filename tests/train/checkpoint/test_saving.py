@@ -436,7 +436,7 @@ def test_a_checkpoint_records_the_progress_the_plan_and_the_versions(saved):
     state = saved["state"]
     assert state["progress"] == {
         "epoch": 1, "step": 0, "global_step": 2, "samples": 8, "best": -math.inf, "unscored": False,
-        "uncounted": 0, "lr": 0.1, "sums": [[0.0] * 4] * 2, "since_best": 0, "top": [],
+        "uncounted": 0, "lr": 0.1, "sums": [[0.0] * 4] * 2, "since_best": 0, "not_finite": 0, "top": [],
     }  # fmt: skip
     assert (state["plan"]["samples"], state["plan"]["world_size"], state["config"]["batch_size"]) == (8, 2, 4)
     assert (state["versions"]["torch"], state["scheduler"]["last_epoch"]) == (str(torch.__version__), 2)

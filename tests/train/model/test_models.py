@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def normed():
 class Refusing(nn.Linear):
     def __deepcopy__(self, memo):
         raise RuntimeError("no copies")
+
+class Answers(nn.Linear):
+    def __init__(self, made):
+        super().__init__(64, 10)
+        self.made = made
+
+    def forward(self, x):
+        return self.made(super().forward(x.flatten(1)))
+
+from collections import namedtuple
+from types import SimpleNamespace
+Output = namedtuple("Output", ["logits", "features"])
+plain = lambda: Answers(lambda scores: scores)
+mapping = lambda: Answers(lambda scores: {"features": scores[:, :2], "logits": scores})
+named = lambda: Answers(lambda scores: Output(scores, scores[:, :2]))
+an_object = lambda: Answers(lambda scores: SimpleNamespace(logits=scores))
 
 refusing = lambda: nn.Sequential(nn.Flatten(), Refusing(64, 10))
 
@@ -342,3 +359,16 @@ def test_a_model_that_refuses_to_be_copied_is_refused_in_one_line(own, tmp_path,
     assert main.main(["--model", f"{own}:refusing", "--out", f"{tmp_path}/run"]) == 2
     said = capsys.readouterr().err
     assert "Sequential, can't be copied: RuntimeError: no copies" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["mapping", "named", "an_object"])
+def test_a_classifier_may_return_its_scores_as_logits(own, tmp_path, capsys, name):
+    """As those of transformers do; the training and its score are those of the scores alone."""
+    logs = []
+    for each in ("plain", name):
+        flags = ["--model", f"{own}:{each}", "--data", "digits", "--max-steps", "4", "--accumulate", "2"]
+        assert main.main([*flags, "--out", f"{tmp_path}/{each}"]) == 0
+        capsys.readouterr()
+        assert evaluate.main([f"{tmp_path}/{each}/best.pt", *flags[:4], "--json"]) == 0
+        logs.append(json.loads(capsys.readouterr().out) | {"checkpoint": ""})
+    assert logs[0] == logs[1]

@@ -215,6 +215,18 @@ def test_it_is_better_scores_that_count_and_the_end_of_a_training_is_no_early_on
     assert "ended" not in said and runs.read(tmp_path / "last.pt")["progress"]["global_step"] == runs.STEPS
 
 
+def never_finite(rank: int, size: int, folder: str, settings: dict[str, Any]) -> str:
+    merits = itertools.chain([0.1, 0.0], itertools.repeat(-math.inf))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Selection, "merit", lambda *_: next(merits))
+        return runs.run(rank, size, runs.steady, folder, {**EACH, **settings})
+
+
+def test_scores_that_are_no_numbers_are_said_where_they_end_a_run(run_ranks, tmp_path):
+    said = run_ranks(1, never_finite, str(tmp_path), {"stop_early": 3})[0]
+    assert "ended   by --stop-early: 3 scores were not better, 2 of them NaN or infinite\n" in said
+
+
 # ---- several test sets ---------------------------------------------------------------------------------
 
 
