@@ -43,13 +43,16 @@ def _doctor_printed() -> Fields:
 @options.option("--model SPEC", options.MODEL)
 @options.option("--like REF", "In the place of a model: a checkpoint that loads into it. No code is run.")
 @options.state_option
+@options.no_verify_option
 @options.reading
-def doctor(console: Console, file: str, model: str | None, like: str | None, state: str | None) -> None:
+def doctor(
+    console: Console, file: str, model: str | None, like: str | None, state: str | None, no_verify: bool
+) -> None:
     """Say why FILE does not load into a model, and which commands fix it.
 
     The output is a script: the commands are ready to paste, or to pipe into sh, and what follows # is for
-    reading. Each command was tried, in memory, on the names and shapes of FILE; the last one loads the result
-    strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's prefix is
+    reading. Each command was tried, in memory, on FILE's names, shapes and values; the last one loads the
+    result strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's prefix is
     a problem for torch alone: reload strips it by itself, and a remark says so.
 
     \b
@@ -64,9 +67,10 @@ def doctor(console: Console, file: str, model: str | None, like: str | None, sta
         raise click.UsageError("name what FILE should load into: --model SPEC, or --like REF")
     with open_file(console, file) as checkpoint, stdout_kept_for_results():
         if model is None:
-            diagnosis = models.doctor(checkpoint, like=like, state=state)
+            diagnosis = models.doctor(checkpoint, like=like, state=state, verify=not no_verify)
         else:
-            diagnosis = models.doctor(checkpoint, skeleton(model), state=state, spec=model)
+            named: dict[str, Any] = {"state": state, "spec": model, "verify": not no_verify}
+            diagnosis = models.doctor(checkpoint, skeleton(model), **named)
     console.result("\n".join(_script(diagnosis, model or f"what {like} loads into")), _fields(diagnosis))
     if any(not problem.is_remark for problem in diagnosis.problems):
         raise click.exceptions.Exit(1)
@@ -136,9 +140,15 @@ def _reload_printed() -> Fields:
     "Names of the model that FILE may lack or have in another shape; they keep its values.",
 )
 @options.several("--allow-unexpected GLOB", "Names of FILE that the model may lack; they are ignored.")
+@options.no_verify_option
 @options.reading
 def reload(
-    console: Console, file: str, model: str, input_shape: tuple[int, ...] | None, **choices: Any
+    console: Console,
+    file: str,
+    model: str,
+    input_shape: tuple[int, ...] | None,
+    no_verify: bool,
+    **choices: Any,
 ) -> None:
     """Load FILE strictly into the plain model, in one process, and report it.
 
@@ -162,7 +172,9 @@ def reload(
         built = build(model)  # may take long, or leave the current folder
         seconds = opened - time.perf_counter()
         note_state(console, checkpoint, choices["state"])
-        loaded = reloading.reload(checkpoint, built, assign=True, spec=model, **choices)
+        with console.progress(checkpoint.nbytes, "reading") as progress:
+            given = {"spec": model, "verify": not no_verify, "progress": progress, **choices}
+            loaded = reloading.reload(checkpoint, built, assign=True, **given)
         seconds += time.perf_counter() - started
         shape = _forward(built, input_shape, model) if input_shape else None
     # What is kept has values in the model, and lacks them in its skeleton alone.

@@ -13,12 +13,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..conforming.modules import Blueprint
+from ..core.checkpoint.checksums import compared
 from ..core.checkpoint.selection import Parameters, with_names
 from ..core.checkpoint.special_tensors import require_plain
 from ..core.checkpoint.state import State
+from ..core.files.threads import Progress
 from ..core.formats.reading import File, opened
-from ..core.inert_pickle.values import is_plain
-from ..core.tensors.ref import DTYPES, TensorRef
+from ..core.inert_pickle.values import is_plain, walk
+from ..core.tensors.ref import DTYPES, Storage, TensorRef
 from ..core.tensors.values import live_tensors
 from ..core.words import noted
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
@@ -90,6 +92,8 @@ def reload(
     spec: str | None = None,
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
+    verify: bool = True,
+    progress: Progress | None = None,
 ) -> Reloaded:
     """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
@@ -99,12 +103,14 @@ def reload(
         state: dotted path of the state in the file; found when None. A list of tensors without names, as an
             average's `shadow_params`, is matched with the model's parameters by position.
         assign: put the file's tensors, mapped from the file, in the place of the model's instead of copying:
-            nothing is read until it is used, and a model of `ckpttool.skeletons()` takes no memory of its
-            own. An optimizer built before would hold parameters that the model no longer has.
+            a model of `ckpttool.skeletons()` takes no memory of its own. An optimizer built before would hold parameters that the model no longer has.
         spec: the SPEC that built the model, for hints, and to run its factory again with other sizes.
         allow_missing: shell patterns (`fc.*`) of names of the model that keep its values if the file lacks
             them or has them in another shape, as for a new head.
         allow_unexpected: shell patterns of names of the file that are ignored if the model lacks them.
+        verify: compare what is loaded with the checksums that the file states. Without it, `assign` reads
+            nothing until it is used.
+        progress: called with the number of bytes after each piece that is read only for its checksum.
 
     Returns:
         What was loaded, and by name what was not.
@@ -138,8 +144,9 @@ def reload(
         case, kept = _without_kept(case, patterns)
         loaded = *case.state.tensors, *case.state.others
         covered = _coverage(blueprint, {*loaded})
-        others = {name: _made(checkpoint.path, name, value) for name, value in case.state.others.items()}
-        values = with_versions(case.state, {**live_tensors(case.state.tensors), **others})
+        with compared(_storages(case.state) if verify else (), checkpoint, progress):
+            others = {name: _made(checkpoint.path, name, value) for name, value in case.state.others.items()}
+            values = with_versions(case.state, {**live_tensors(case.state.tensors), **others})
         if case.fit.distance and not accepts(model, case.state):
             diagnosis = None if named else doctor(checkpoint, model, state=state, spec=spec)
             hint = _hint(case, diagnosis, state, spec)
@@ -219,6 +226,12 @@ def _without_kept(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[st
     places = {name: place for name, place in case.blueprint.places.items() if name not in kept}
     blueprint = replace(case.blueprint, places=places)
     return replace(case, state=state, blueprint=blueprint, fit=compare(state, blueprint)), kept
+
+
+def _storages(state: State) -> Iterator[tuple[str, Storage]]:
+    yield from ((name, tensor.storage) for name, tensor in state.tensors.items())
+    for name, value in state.others.items():
+        yield from ((name, each.storage) for each in walk(value) if isinstance(each, TensorRef))
 
 
 def _made(path: str, name: str, value: object) -> object:

@@ -1,7 +1,8 @@
 """Find out which state of a file fits a model best, and which remedies make it fit.
 
-Each command is tried first: a remedy is a pure change of the checkpoint, which reads no values, and it is
-advised if the state fits better after it than before. What no remedy fixes is described instead.
+Each command is tried first: a remedy is a pure change of the checkpoint, and it is advised if the state fits
+better after it than before. At the end the values that the commands read are read once: a damaged file has no
+remedy. What no remedy fixes is described instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..conforming.modules import OF_ADAPTER, Blueprint
 from ..core.checkpoint import selection
 from ..core.checkpoint.checkpoint import SHARDING, Checkpoint
+from ..core.checkpoint.checksums import compared
 from ..core.checkpoint.dotted_names import dotted
 from ..core.checkpoint.optimizer_view import is_optimizer
 from ..core.checkpoint.state import State
@@ -24,6 +26,8 @@ from ..core.formats.reading import File, opened
 from ..core.formats.reading import open as open_checkpoint
 from ..core.formats.shards import piece_of
 from ..core.inert_pickle.values import walk
+from ..core.tensors.ref import Computed
+from ..core.tensors.values import stream
 from ..errors import Ambiguous, CkptToolError, NoState, UsageFault
 from . import dialects, factory, remedies
 from .factory import accepts, skeleton
@@ -70,6 +74,7 @@ def diagnose(
     state: str | None = None,
     accepts: Accepts = declines,
     rebuild: Rebuild | None = None,
+    verify: bool = True,
 ) -> Diagnosis:
     """Find out why a checkpoint does not load into a model."""
 
@@ -77,7 +82,7 @@ def diagnose(
         with part.opened() as whole:
             if whole is None:
                 return part.diagnosis(checkpoint, None, aim)
-            below = diagnose(whole, blueprint, aim, accepts=accepts, rebuild=rebuild)
+            below = diagnose(whole, blueprint, aim, accepts=accepts, rebuild=rebuild, verify=verify)
             return part.diagnosis(checkpoint, below, aim)
 
     if part := rank_s_pieces(checkpoint, state):
@@ -105,7 +110,21 @@ def diagnose(
     # Whoever does not know that the state has to be named does not load it.
     is_default = state is not None or best == 0
     report = TreatmentReport(checkpoint, case, treatments[best], loads and is_default)
-    return report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
+    diagnosis = report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
+    if verify and (diagnosis.then or any(problem.command for problem in diagnosis.problems)):
+        _read_values(case.checkpoint, treatments[best].case.checkpoint)
+    return diagnosis
+
+
+def _read_values(before: Checkpoint, after: Checkpoint) -> None:
+    """Read what the commands read and make what they make; raise what they would raise."""
+    there = {id(storage) for _, storage in before.storages()}
+    copies = {*before.ranks.replicated} if before.ranks else set[str]()
+    with compared(before.storages(), before):
+        for name, tensor in after.tensors():
+            is_made = isinstance(tensor.storage.data, Computed) and id(tensor.storage) not in there
+            for _ in stream(tensor) if is_made or name in copies else ():
+                pass
 
 
 def treat(
@@ -314,15 +333,18 @@ def doctor(
     like: File | None = None,
     state: str | None = None,
     spec: str | None = None,
+    verify: bool = True,
 ) -> Diagnosis:
     """Find out why a checkpoint does not load into a model, and which commands fix it.
 
     Args:
-        file: a path, or an open checkpoint; no values are read.
+        file: a path, or an open checkpoint.
         model: the model that it should load into; it is not changed, and may be on the meta device.
         like: in the place of a model, a checkpoint that loads into it: its header says all that is asked.
         state: dotted path of the model's state in the file; the one that fits best when None.
         spec: the SPEC that built the model, for the commands and to run its factory again with other sizes.
+        verify: try the commands on the values too, with the checksums that the file states; else only on
+            names and shapes.
 
     Returns:
         The problems, the command that fixes each, and the line of Python that loads the result.
@@ -330,7 +352,8 @@ def doctor(
     Raises:
         TypeError: `model` is no module, or both or neither of `model` and `like` are given.
         NoState: `state` is given, and the file has no state there.
-        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also for a wrong checksum.
+        RanksDiffer: the files of ranks hold other values where they must be equal.
 
     Example:
         >>> import torch
@@ -342,7 +365,7 @@ def doctor(
     if like is not None and model is None:
         with opened(file) as checkpoint, opened(like) as reference:
             blueprint = Blueprint.like(reference.path, reference.state())
-            return diagnose(checkpoint, blueprint, Aim(reference.path, "--like"), state=state)
+            return diagnose(checkpoint, blueprint, Aim(reference.path, "--like"), state=state, verify=verify)
     if like is not None:
         raise TypeError("doctor() takes a model, or a checkpoint that loads into it as `like`, not both")
     require_module("doctor", model)
@@ -355,6 +378,7 @@ def doctor(
             state=state,
             accepts=partial(accepts, model),
             rebuild=partial(resized, spec) if spec else None,
+            verify=verify,
         )
 
 

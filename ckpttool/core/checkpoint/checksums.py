@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, itemgetter
 
@@ -79,7 +80,9 @@ def require_made(storages: Iterable[Named]) -> None:
 class Checksums:
     """Sums bytes while they are read for another purpose, and compares the sums. A context manager."""
 
-    def __init__(self, checkpoint: Checkpoint, storages: Iterable[Named], *, every: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint | None, storages: Iterable[Named], *, every: bool = False
+    ) -> None:
         # While the block runs, every stretch of a storage is summed in the thread that reads it. `finish`
         # reads what was not read: the bytes between views, and storages that were mapped. With `every`,
         # storages without a checksum are read too, or those that they are put together from.
@@ -178,10 +181,26 @@ class Checksums:
         return [sums for sums in self._digests if not sums.agrees()]
 
 
-def unmatched(checkpoint: Checkpoint, name: str, storage: Storage, kind: str = "checksum") -> Damaged:
+@contextmanager
+def compared(
+    storages: Iterable[Named], checkpoint: Checkpoint | None = None, progress: Progress | None = None
+) -> Iterator[None]:
+    """Compare storages whose values the block reads with what their files state of them, each only once."""
+    new = [named for named in each_once(storages) if not named[1].is_compared]
+    with Checksums(checkpoint, new) as checksums:
+        yield
+        checksums.finish(progress)
+    for _, storage in new:
+        storage.is_compared = True
+
+
+def unmatched(
+    checkpoint: Checkpoint | None, name: str, storage: Storage, kind: str = "checksum"
+) -> Damaged:
     """Return the error for a storage whose bytes do not match what is stated of them."""
-    path, files = storage.data.path, {source.path for source in checkpoint.sources}
-    whole = checkpoint.path if path in files else path  # the folder, not one of its files
+    path, whole = storage.data.path, storage.data.path
+    if checkpoint is not None and path in {source.path for source in checkpoint.sources}:
+        whole = checkpoint.path  # the folder, not one of its files
     hint = None if whole == "-" else f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
     return Damaged(path, f"the bytes of '{name[:80]}' do not match their {kind}", hint=hint)
 

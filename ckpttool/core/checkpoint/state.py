@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Collision, Damaged, NoState, Refused, Unsupported
+from ...rooms import need
 from ..inert_pickle.values import OrderedDict_, Record, has_text_keys, in_brief, remade
 from ..lazy import needing_torch, shown_by
 from ..remote import urls
@@ -331,15 +332,19 @@ class State:
         return dotted((*self.path, self.prefix[:-1]) if self.prefix else self.path)
 
     @needing_torch("State.load")
-    def load(self) -> dict[str, torch.Tensor]:
+    def load(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
         """Return the tensors as torch tensors on the CPU, mapped from the file. Imports torch.
 
-        Values are read when they are first used. Writing to a tensor changes memory, never the file. Names
-        that share memory in the file share it here.
+        Writing to a tensor changes memory, never the file. Names that share memory in the file share it here.
+
+        Args:
+            verify: read all bytes and compare them with the checksums that the file states, if it does. If
+                not, values are read when they are first used.
 
         Raises:
             Refused: a tensor is not a plain one, but sharded, sparse, quantised or the like.
             Unsupported: the installed torch lacks the element type of a tensor.
+            Damaged: a checksum is wrong, or the file ends early.
             Unreadable: the checkpoint was closed.
             NeedsTorch: torch is not installed.
         """
@@ -349,7 +354,10 @@ class State:
         paths = (tensor.storage.data.path for tensor in chain(self.tensors.values(), parts))
         special_tensors.require_plain(next(paths, self.where), self.likes, "can't be loaded as plain tensors")
         urls.expect(tensor.storage for tensor in self.tensors.values())
-        return live_tensors(self.tensors)
+        storages = [(name, tensor.storage) for name, tensor in self.tensors.items()]
+        # What knows of checksums stands on this module.
+        with need("core.checkpoint.checksums").compared(storages if verify else ()):
+            return live_tensors(self.tensors)
 
     @property
     def anchor(self) -> object:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard
 
 from ...errors import Damaged, Refused, Unreadable, Unsupported
+from ...rooms import need
 from .. import system
 from ..lazy import NDArray, np
 
@@ -401,6 +403,8 @@ class Storage:
     digest: str | None = None  # of a tensor of all its bytes (docs/digest.md), where one is stated
     # The storages that these bytes are a part of, or are computed from.
     origins: tuple[Storage, ...] = ()
+    # Whether the bytes were compared with what is stated of them; of other bytes (`replace`) nobody knows.
+    is_compared: bool = field(default=False, init=False)
 
     @property
     def nbytes(self) -> int:
@@ -546,15 +550,19 @@ class TensorRef:
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
 
-    def numpy(self) -> NDArray[Any]:
+    def numpy(self, *, verify: bool = True) -> NDArray[Any]:
         """Return the values as a new numpy array, without torch.
 
         bfloat16 and the 8-bit floats get the types of ml_dtypes.
 
+        Args:
+            verify: read the whole storage, the first time, and compare it with the checksum that the file
+                states, if it does.
+
         Raises:
             Unsupported: numpy has no such element type: complex32, quantised and bit types.
             Refused: a view that repeats its storage by more than 1 GiB.
-            Damaged: the file ends early. Unreadable: the checkpoint was closed.
+            Damaged: the file ends early, or a checksum is wrong. Unreadable: the checkpoint was closed.
         """
         if self.nbytes > self.storage.nbytes + (1 << 30):
             raise Refused(self.storage.data.path, f"a view that expands its storage to {self.nbytes} bytes")
@@ -563,7 +571,9 @@ class TensorRef:
             hint = "load it with torch: state.load(), or cast it first: ckpttool.cast"
             raise Unsupported(self.storage.data.path, f"numpy has no type {self.dtype.name}", hint=hint)
         begin, end = self.span
-        array = np.frombuffer(bytearray(self.storage.data.part(begin, end - begin).read()), np.uint8)
+        with self._compared() if verify and not self.storage.is_compared else nullcontext():
+            raw = bytearray(self.storage.data.part(begin, end - begin).read())
+        array = np.frombuffer(raw, np.uint8)
         if self.is_swapped:
             array = array.view(f"u{self.dtype.part}").byteswap()
         steps = [step * self.dtype.itemsize for step in self.stride]
@@ -575,6 +585,12 @@ class TensorRef:
         if self.neg:
             np.negative(values, out=values)
         return values
+
+    def _compared(self) -> AbstractContextManager[None]:
+        # What knows of checksums stands above the folder of this file.
+        checksums = need("core.checkpoint.checksums")
+        context: AbstractContextManager[None] = checksums.compared([(f"{self.dtype.name} {[*self.shape]}", self.storage)])
+        return context
 
     def permuted(self, axes: Sequence[int]) -> TensorRef | None:
         """Return the tensor with its axes in another order; None where these are not its axes."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pytest import MonkeyPatch
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.core.checkpoint.checksums import Checksums
 from ckpttool.core.checkpoint.keys import strip_prefix
 from ckpttool.core.tensors.values import stream
 from ckpttool.errors import Damaged
-from tests.support.comparing import saved
+from tests.support.comparing import assert_same, saved
 from tests.support.running import Cli
 
 WEIGHT = torch.arange(90_000.0).reshape(300, 300)
@@ -242,3 +245,168 @@ def test_only_the_bytes_between_views_are_read_again(tmp_path: Path) -> None:
                 with pytest.raises(Damaged) if damaged else nullcontext():
                     checksums.finish()
             assert sum(read) == whole.nbytes
+
+
+# ---- Where values are read for use
+
+
+class Layers(torch.nn.Module):
+    """A model of STATE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(300, 300, bias=False)
+        self.long = torch.nn.Parameter(torch.zeros(LONG.shape))
+        self.bias = torch.nn.Parameter(torch.zeros(50))
+
+
+def loaded(path: Path, verify: bool) -> object:
+    with ckpttool.open(path) as checkpoint:
+        return checkpoint.state().load(verify=verify)
+
+
+def arrays(path: Path, verify: bool) -> object:
+    with ckpttool.open(path) as checkpoint:
+        return [tensor.numpy(verify=verify) for tensor in checkpoint.state().tensors.values()]
+
+
+def reloaded(path: Path, verify: bool) -> object:
+    return ckpttool.reload(path, Layers(), verify=verify)
+
+
+def assigned(path: Path, verify: bool) -> object:
+    return ckpttool.reload(path, Layers(), assign=True, verify=verify)
+
+
+def diagnosed(path: Path, verify: bool) -> object:
+    return ckpttool.doctor(path, Layers(), verify=verify)
+
+
+def in_pt(folder: Path) -> tuple[Path, Path]:
+    return folder / "in.pt", folder / "in.pt"
+
+
+def in_shards(folder: Path) -> tuple[Path, Path]:
+    ckpttool.convert(folder / "whole.pt", folder / "shards", to="torch-sharded", shard_size=500_000)
+    (damaged,) = [p for p in (folder / "shards").glob("*.bin") if WEIGHT.numpy().tobytes() in p.read_bytes()]
+    return folder / "shards", damage(damaged, WEIGHT)
+
+
+def in_dcp(folder: Path) -> tuple[Path, Path]:
+    saved(STATE, folder / "alone.pt")
+    ckpttool.convert(folder / "alone.pt", folder / "dcp", to="dcp")
+    return folder / "dcp", damage(folder / "dcp" / "__0_0.distcp", WEIGHT)
+
+
+def in_delta(folder: Path) -> tuple[Path, Path]:
+    saved({**STATE, "module.fc.weight": WEIGHT + torch.rand(300, 300)}, folder / "new.pt")
+    saved(STATE, folder / "base.pt")
+    ckpttool.delta(folder / "base.pt", folder / "new.pt", folder / "d.safetensors")
+    raw = bytearray((folder / "d.safetensors").read_bytes())
+    raw[-5] ^= 4
+    (folder / "d.safetensors").write_bytes(raw)
+    return Path(f"{folder}/base.pt+{folder}/d.safetensors"), folder / "d.safetensors"
+
+
+def in_base(folder: Path) -> tuple[Path, Path]:
+    saved({**STATE, "module.fc.weight": WEIGHT + 1}, folder / "new.pt")
+    saved(STATE, folder / "base.pt")
+    ckpttool.delta(folder / "base.pt", folder / "new.pt", folder / "d.safetensors")
+    return Path(f"{folder}/base.pt+{folder}/d.safetensors"), damage(folder / "base.pt", LONG)
+
+
+def in_arrays(folder: Path) -> tuple[Path, Path]:
+    np.savez(folder / "in.npz", **{name: tensor.numpy() for name, tensor in STATE.items()})  # type: ignore[arg-type]
+    return folder / "in.npz", damage(folder / "in.npz", WEIGHT)
+
+
+USES = (loaded, arrays, reloaded, assigned, diagnosed)
+PLACES = (in_pt, in_shards, in_dcp, in_delta, in_base, in_arrays)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_values_are_compared_with_their_checksums_where_they_are_used(
+    use: Callable[[Path, bool], object], place: Callable[[Path], tuple[Path, Path]], files: Path
+) -> None:
+    path, damaged = place(files)
+    with pytest.raises(Damaged) as caught:
+        use(path, True)
+    assert caught.value.path == str(damaged)
+    if place not in (in_delta, in_base):  # the values that a delta makes are never given out unseen
+        use(path, False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_a_view_the_whole_storage_is_compared(layout: str, tmp_path: Path) -> None:
+    path = saved(LAYOUTS[layout](WEIGHT), tmp_path / "in.pt")
+    arrays(path, True)
+    damage(path, WEIGHT)
+    for use in (loaded, arrays):
+        with pytest.raises(Damaged, match="do not match their checksum"):
+            use(path, True)
+        use(path, False)
+
+
+def test_a_storage_is_read_once_however_often_and_in_whatever_parts_it_is_used(tmp_path: Path) -> None:
+    path = saved({f"{n}": row for n, row in enumerate(WEIGHT)}, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        read: list[int] = []
+        checkpoint.source.observers.append(lambda _, data: read.append(len(data)))
+        state = checkpoint.state()
+        for _ in range(2):
+            for tensor in state.tensors.values():
+                tensor.numpy()
+        assert sum(read) <= WEIGHT.nbytes + 2 * WEIGHT.nbytes
+        before = sum(read)
+        state.load()
+        assert sum(read) == before  # mapped, and compared already
+
+
+def test_a_model_keeps_its_values_when_the_file_is_damaged(files: Path) -> None:
+    model = Layers()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(Damaged):
+        ckpttool.reload(files / "in.pt", model)
+    assert_same(dict(model.state_dict()), before)
+
+
+def test_doctor_and_reload_of_a_damaged_file_print_no_command_that_would_fail(files: Path, cli: Cli) -> None:
+    spec = f"{__file__}:Layers"
+    for command in ("reload", "doctor"):
+        ran = cli(command, "in.pt", "--model", spec)
+        assert (ran.code, ran.out) == (3, ""), ran.err
+        assert "ckpttool verify in.pt" in ran.err
+        assert cli(command, "in.pt", "--model", spec, "--no-verify").code == (command == "doctor")
+    assert cli("doctor", "in.pt", "--like", "whole.pt").code == 3
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_a_file_without_checksums_is_used_as_it_is(use: Callable[[Path, bool], object], files: Path) -> None:
+    for path in (files / "old.pt", files / "plain.safetensors"):
+        if path.suffix == ".pt":
+            torch.save(STATE, path, _use_new_zipfile_serialization=False)
+        else:
+            save_file(STATE, path)
+        use(damage(path, WEIGHT), True)
+
+
+def test_damage_behind_4_gib_is_found(tmp_path: Path) -> None:
+    path, gap = saved(STATE, tmp_path / "in.pt"), 5 << 30
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "far.pt", "w", allowZip64=True) as new:
+        pickle, *others = old.infolist()
+        new.writestr(pickle.filename, old.read(pickle))
+        assert new.fp is not None
+        new.start_dir = new.fp.seek(gap)  # a hole: it takes no room
+        for record in others:
+            new.writestr(record.filename, old.read(record))
+    assert len(loaded(tmp_path / "far.pt", True)) == 3  # type: ignore[arg-type]
+    with open(tmp_path / "far.pt", "r+b") as file:
+        file.seek(gap)
+        rest = file.read()
+        at = gap + rest.index(WEIGHT.numpy().tobytes())
+        file.seek(at + 1000)
+        file.write(b"\xff")
+    for use in USES:
+        with pytest.raises(Damaged, match=r"far\.pt: the bytes of"):
+            use(tmp_path / "far.pt", True)
