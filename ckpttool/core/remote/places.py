@@ -137,6 +137,9 @@ class Visit:
             known = kept or {0: head}
         if not facts.is_ranged and facts.size > len(known[0]):
             return _spooled(url, store, key, facts)
+        if not facts.identity and facts.size > len(known[0]):  # several answers, and nothing ties them
+            told = "an object that changes while it is read, and keeps its size, goes unnoticed"
+            TRAFFIC.remark(f"{url}: its server sends neither an ETag nor Last-Modified: {told}")
         source = cache.RemoteSource(url, store, key, facts)
         source.know(known, cache.keeper(url, facts, kept))
         if known[0][:4] == b"PK\x03\x04":  # the directory is at its end

@@ -412,6 +412,11 @@ class Storage:
         return self.data.nbytes
 
     @property
+    def is_stated(self) -> bool:
+        """Whether something is stated of the bytes, or may be of those that they come from."""
+        return self.crc32 is not None or self.digest is not None or bool(self.origins)
+
+    @property
     def place(self) -> ByteRange | None:
         """Where the bytes lie, or the first of those that they come from; None for bytes of no file."""
         if isinstance(self.data, ByteRange):
@@ -571,7 +576,8 @@ class TensorRef:
             hint = "load it with torch: state.load(), or cast it first: ckpttool.cast"
             raise Unsupported(self.storage.data.path, f"numpy has no type {self.dtype.name}", hint=hint)
         begin, end = self.span
-        with self._compared() if verify and not self.storage.is_compared else nullcontext():
+        is_new = self.storage.is_stated and not self.storage.is_compared
+        with self._compared() if verify and is_new else nullcontext():
             raw = bytearray(self.storage.data.part(begin, end - begin).read())
         array = np.frombuffer(raw, np.uint8)
         if self.is_swapped:

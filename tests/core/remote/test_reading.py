@@ -278,6 +278,45 @@ def test_an_object_that_changes_meanwhile_is_said_and_leaves_no_output(
     assert (out.read_bytes(), sorted(os.listdir(tmp_path))) == (b"old", ["o.safetensors", "there"])
 
 
+@pytest.mark.parametrize("told", ["size", "date", "nothing"])
+def test_what_a_server_without_etags_tells_of_a_change_is_compared_and_nothing_is_a_note(
+    told: str, server: RangeServer, tmp_path: Path, cli: Cli
+) -> None:
+    torch.save({"w": torch.zeros(500_000)}, path := tmp_path / "there" / "a.pt")
+    ckpttool.convert(path, tmp_path / "there" / "a.safetensors")
+    server.etag, server.dates = "", told == "date"
+    server.fault("other size" if told == "size" else "changed", skip=1)
+    out = tmp_path / "o.safetensors"
+    ran = cli("convert", f"{server.url}/a.safetensors", out)
+    if told != "nothing":
+        assert_says(ran, 3, "a.safetensors: changed while it was read\n")
+        assert not out.exists()
+    else:
+        assert_says(ran, 0, "sends neither an ETag nor Last-Modified", "goes unnoticed")
+
+
+@pytest.mark.parametrize("place", [0, -3])
+def test_remote_values_are_read_once_and_held_to_their_checksums(
+    place: int, server: RangeServer, tmp_path: Path
+) -> None:
+    values = torch.rand(3, 300_000)
+    torch.save({"w": values, "first": values[0]}, path := tmp_path / "there" / "a.pt")
+
+    def state() -> ckpttool.State:
+        return ckpttool.open(f"{server.url}/a.pt").state()
+
+    before = TRAFFIC.nbytes
+    assert torch.equal(state().load()["w"], values)
+    assert TRAFFIC.nbytes - before < 1.3 * path.stat().st_size
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(values.numpy().tobytes()) + place % values.nbytes] ^= 1
+    path.write_bytes(raw)
+    for use in (lambda: state().load(), lambda: state()["first"].numpy()):
+        with pytest.raises(Damaged, match=r"a\.pt: the bytes of"):
+            use()
+    state().load(verify=False)
+
+
 def test_a_server_without_ranges_sends_all_once_and_it_is_said(
     server: RangeServer, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
