@@ -52,8 +52,8 @@ def doctor(
 
     The output is a script: the commands are ready to paste, or to pipe into sh, and what follows # is for
     reading. Each command was tried, in memory, on FILE's names, shapes and values; the last one loads the
-    result strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's prefix is
-    a problem for torch alone: reload strips it by itself, and a remark says so.
+    result strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's
+    prefix is a problem for torch alone: reload strips it by itself, and a remark says so.
 
     \b
     Examples:

@@ -103,7 +103,8 @@ def reload(
         state: dotted path of the state in the file; found when None. A list of tensors without names, as an
             average's `shadow_params`, is matched with the model's parameters by position.
         assign: put the file's tensors, mapped from the file, in the place of the model's instead of copying:
-            a model of `ckpttool.skeletons()` takes no memory of its own. An optimizer built before would hold parameters that the model no longer has.
+            a model of `ckpttool.skeletons()` takes no memory of its own. An optimizer built before would hold
+            parameters that the model no longer has.
         spec: the SPEC that built the model, for hints, and to run its factory again with other sizes.
         allow_missing: shell patterns (`fc.*`) of names of the model that keep its values if the file lacks
             them or has them in another shape, as for a new head.

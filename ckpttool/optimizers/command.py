@@ -45,8 +45,9 @@ def optimizer(job: options.WriteJob, to: Form, order: Order | None, **of_model: 
     Which parameter is which is known from the names in the file (param_names), or from the model's state in
     it if the shapes allow only one answer, whatever the order. Anything else is refused, unless you say in
     which order the optimizer lists its parameters: that of model.parameters() with --model, or of the file's
-    state with --order state. An optimizer that was given the new layers first lists them in neither. No
-    parameter or group is added or dropped. The rest of the file stays as it is.
+    state with --order state. An optimizer that was given the new layers first lists them in neither. One with
+    as many parameters as the model has trainable ones (requires_grad) was given those. No parameter or group
+    is added or dropped. The rest of the file stays as it is.
 
     \b
     Examples:
@@ -56,10 +57,12 @@ def optimizer(job: options.WriteJob, to: Form, order: Order | None, **of_model: 
     """
     from ..core.checkpoint.optimizer_names import rekeyed
 
-    parameters = next((each.shapes for each in options.added(of_model)), None)
+    live: dict[str, Any] = {}
+    for model in options.added(of_model):
+        live = {"parameters": model.shapes, "trainable": model.trainable}
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        new, change = rekeyed(checkpoint, to, parameters=parameters, state=target.state, order=order)
+        new, change = rekeyed(checkpoint, to, state=target.state, order=order, **live)
         what = counted(len(change.optimizers), "optimizer")
         key = "flat names" if to == "flat" else to
         done = f"keyed {what} of {counted(change.parameters, 'parameter')} by {key}"

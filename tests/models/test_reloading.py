@@ -561,6 +561,25 @@ def test_names_without_dots_get_them_from_the_model(outer: str, tmp_path: Path) 
     assert_parameters(model, AVERAGE)
 
 
+@pytest.mark.parametrize("where", ["ema_", "state_dict.ema_"])
+def test_the_average_that_mmcv_keeps_beside_the_model_is_named_by_its_prefix(
+    where: str, cli: Cli, tmp_path: Path
+) -> None:
+    buffers = {f"ema_{name.replace('.', '_')}": p.detach() for name, p in AVERAGE.named_parameters()}
+    path = saved({"state_dict": {**MODEL.state_dict(), **buffers}, "meta": {}}, tmp_path / "in.pth")
+    model = SmallNet()
+    loaded = ckpttool.reload(path, model, state=where, allow_missing=["norm.running_*"])
+    assert_parameters(model, AVERAGE)
+    assert loaded.state == "state_dict.ema_" or loaded.state == where
+    ran = cli("slim", path, tmp_path / "ema.pt", "--state", where, "--model", SPEC)
+    assert ran.code == 0, ran.err
+    assert torch.equal(torch.load(tmp_path / "ema.pt")["head.bias"], AVERAGE.head.bias)
+    ckpttool.reload(path, model, state="!ema_")
+    assert_parameters(model, MODEL)
+    with pytest.raises(Mismatch):  # the model's own names are there: its average never takes their place
+        ckpttool.reload(path, model)
+
+
 def test_slim_writes_a_list_under_the_model_s_names(cli: Cli, tmp_path: Path) -> None:
     path = saved({"ema": shadow_params(AVERAGE), "epoch": 1}, tmp_path / "in.pt")
     out = tmp_path / "out.safetensors"

@@ -351,6 +351,64 @@ def test_an_order_that_is_not_that_of_the_file_s_state_must_be_said(tmp_path: Pa
     assert by_word.ordered == ("optimizer",)
 
 
+# Trainable parameters alone, as fine-tuning gives them to an optimizer.
+
+
+@pytest.mark.parametrize("frozen", ["a", "b", "c", "ab", ""])
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("order", [None, "model", "state"])
+def test_an_optimizer_of_trainable_parameters_gets_their_names(
+    frozen: str, prefix: str, order: Any, tmp_path: Path
+) -> None:
+    net = Net()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad = name[0] not in frozen
+    named = [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
+    step(net, optimizer)
+    state = {f"{prefix}{name}": value for name, value in net.state_dict().items()}
+    live: Any = {"parameters": shapes(net), "trainable": [name for name, _ in named]}
+    checkpoint = opened({"model": state, "optimizer": optimizer.state_dict()}, tmp_path)
+    new, done = to_names(checkpoint, order=order, **live)
+    found = loaded(new, tmp_path)["optimizer"]["state"]
+    names = [name for name, _ in named]
+    assert [*found] in ([f"{prefix}{name}" for name in names], names)
+    for momentum, (_, parameter) in zip(found.values(), named, strict=True):
+        assert torch.equal(momentum["momentum_buffer"], optimizer.state[parameter]["momentum_buffer"])
+    assert done.absent == tuple(name for name in shapes(net) if name[0] in frozen)
+
+
+def test_one_of_all_parameters_keeps_the_frozen_ones(tmp_path: Path) -> None:
+    net = Net()
+    net.a.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    step(net, optimizer)
+    live: Any = {"parameters": shapes(net), "trainable": [name for name in shapes(net) if name[0] != "a"]}
+    new, done = to_names(opened(tree_of(net, optimizer), tmp_path), order="model", **live)
+    assert loaded(new, tmp_path)["optimizer"]["param_groups"][0]["params"] == [*shapes(net)]
+    assert done.absent == ()
+
+
+def test_the_word_of_a_model_that_freezes_others_is_not_taken_against_the_shapes(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.c.parameters(), lr=0.1, momentum=0.9)
+    step(net, optimizer)
+    live: Any = {"parameters": shapes(net), "trainable": ["a.weight", "a.bias"]}
+    new, _ = to_names(opened(tree_of(net, optimizer), tmp_path), **live)
+    assert [*loaded(new, tmp_path)["optimizer"]["state"]] == ["c.weight", "c.bias"]
+
+
+def test_the_average_that_mmcv_keeps_beside_the_model_is_no_parameter(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(3, 4), head=torch.nn.Linear(4, 5)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    averages = {f"ema_{name.replace('.', '_')}": value + 1 for name, value in net.state_dict().items()}
+    tree = {"state_dict": {**net.state_dict(), **averages}, "optimizer": optimizer.state_dict()}
+    new, _ = to_names(opened(tree, tmp_path))
+    assert [*loaded(new, tmp_path)["optimizer"]["state"]] == [*net.state_dict()]
+
+
 # Refusals.
 
 

@@ -197,9 +197,7 @@ def compared(
         storage.is_compared = True
 
 
-def unmatched(
-    checkpoint: Checkpoint | None, name: str, storage: Storage, kind: str = "checksum"
-) -> Damaged:
+def unmatched(checkpoint: Checkpoint | None, name: str, storage: Storage, kind: str = "checksum") -> Damaged:
     """Return the error for a storage whose bytes do not match what is stated of them."""
     path, whole = storage.data.path, storage.data.path
     if checkpoint is not None and path in {source.path for source in checkpoint.sources}:

@@ -60,7 +60,7 @@ def rename_keys(
 @takes_checkpoint
 def strip_prefix(
     checkpoint: Checkpoint,
-    prefix: str = "module.",
+    prefix: str | None = None,
     *,
     repeat: bool = False,
     anywhere: bool = False,
@@ -71,7 +71,8 @@ def strip_prefix(
 
     Args:
         checkpoint: the checkpoint; it stays as it is.
-        prefix: the prefix, with its dot.
+        prefix: the prefix, with its dot; without one `module.` of DDP and `_orig_mod.` of torch.compile, in
+            any order.
         repeat: strip it again until no key begins with it (`module.module.`).
         anywhere: strip it inside a key too, between whole parts (`0._orig_mod.weight`).
         drop: keys of the state to leave out, such as a wrapper's own `n_averaged`; the renaming lacks them.
@@ -168,18 +169,21 @@ def _keys(state: State) -> list[str]:
     return [key for key in state.container if isinstance(key, str)]
 
 
-def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[State]) -> NothingToDo:
+def _nothing(checkpoint: Checkpoint, state: State, prefix: str | None, carriers: list[State]) -> NothingToDo:
     where, keys = f" of '{state.where}'" if state.where else "", _keys(state)
-    hint = first_key(state.container)
+    hint, tree = first_key(state.container), checkpoint.tree
+    of_lightning = isinstance(tree, dict) and prefixes.LIGHTNING in tree
+    in_front = prefixes.found_prefixes(keys, state.versions, lightning=of_lightning)
     if carriers:
         hint = f"those of '{carriers[0].where}' do: --state {shlex.quote(carriers[0].where)}"
-    elif best := next((p for p in prefixes.found_prefixes(keys, state.versions) if p.prefix != prefix), None):
+    elif best := next((p for p in in_front if p.prefix != prefix), None):
         hint = f"{best.keys} of {best.of} keys begin with '{best.prefix}': --prefix {best.prefix}"
     elif best := next((p for p in prefixes.inner_prefixes(keys) if p.prefix != prefix), None):
         hint = f"{best.keys} of {best.of} keys hold '{best.prefix}' inside: --prefix {best.prefix} --anywhere"
     elif common := _common_prefix(keys):
         hint = f"all keys begin with '{common}': --prefix {shlex.quote(common)}"
-    return NothingToDo(f"{checkpoint.path}: no key{where} begins with '{prefix}'", hint=hint)
+    which = "' or '".join(prefixes.USUAL if prefix is None else [prefix])
+    return NothingToDo(f"{checkpoint.path}: no key{where} begins with '{which}'", hint=hint)
 
 
 def _common_prefix(keys: list[str]) -> str:

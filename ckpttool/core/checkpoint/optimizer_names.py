@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -44,10 +45,15 @@ class ParameterSource:
     """A file, or a live model, as the source of parameters' names."""
 
     def __init__(
-        self, checkpoint: Checkpoint, live: Mapping[str, Shape] | None, state: str | None, order: Order | None
+        self,
+        checkpoint: Checkpoint,
+        live: Mapping[str, Shape] | None,
+        state: str | None,
+        order: Order | None,
+        trainable: Collection[str] = (),
     ) -> None:
         where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
-        self.live, self.order = live, order
+        self.live, self.order, self.trainable = live, order, {*trainable}
         self.states = [parameters_of(checkpoint, path, live) for path in where]
 
     def named(self, groups: OptimizerGroups, *, needed: bool) -> tuple[OptimizerGroups, bool]:
@@ -57,13 +63,33 @@ class ParameterSource:
         if is_named or not needed:
             return groups, False
         shapes = [[kept.shape for kept in group] for group in groups]
-        ways, ordered = self._by_shapes(shapes), False
-        if len(ways) > 1 and (self.order or self.live):
-            ways, ordered = self._in_order(shapes), True
+        ways, ordered = [], False
+        # An optimizer with as many places as the model has trainable parameters was given those.
+        count = sum(map(len, shapes))
+        for source in (
+            (self._trained(), self) if count == len(self.trainable) < len(self.live or {}) else (self,)
+        ):
+            ways, ordered = source._by_shapes(shapes), False
+            if len(ways) > 1 and (source.order or source.live):
+                ways, ordered = source._in_order(shapes), True
+            if ways:
+                break
         if len(ways) != 1:
             raise self._unnamed(several=bool(ways), ordered=ordered)
         names = iter(ways[0])
         return [[kept._replace(name=next(names)) for kept in group] for group in groups], ordered
+
+    def _trained(self) -> ParameterSource:
+        """Return a source of the trainable parameters alone."""
+        only = copy(self)
+        only.live = {name: shape for name, shape in (self.live or {}).items() if name in self.trainable}
+        only.states = []
+        for state in self.states:
+            bare = without_prefix((name for name, _ in state), self.live or {})
+            only.states.append(
+                [each for each, name in zip(state, bare, strict=True) if name in self.trainable]
+            )
+        return only
 
     def _by_shapes(self, groups: list[list[Shape | None]]) -> list[Names]:
         flat = [shape for group in groups for shape in group]
@@ -109,10 +135,12 @@ def parameters_of(
     """Return the tensors of a state that may be parameters, ties once, in the file's order."""
     state = checkpoint.state(where)
     known = {str(name) for name, value in state.container.items() if _is_parameter(value)}
+    averages = {f"ema_{name.replace('.', '_')}" for name in state.tensors}  # mmcv's, which are buffers
     bare = dict(zip(state.tensors, without_prefix(state.tensors, live or {}), strict=True))
     listed: dict[tuple[object, ...], tuple[str, Shape]] = {}  # by the memory of each
     for name, tensor in state.tensors.items():
         floats = tensor.dtype.name.startswith(FLOATING) and not name.endswith(BUFFERS)
+        floats = floats and name not in averages
         fits = name in known if known else bare[name] in live if live else floats
         if fits:
             listed.setdefault(tensor.view, (name, tensor.shape))
@@ -446,14 +474,15 @@ def rekeyed(
     to: Form,
     *,
     parameters: Mapping[str, Sequence[int]] | None = None,
+    trainable: Collection[str] = (),
     state: str | None = None,
     order: Order | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
     """Return a checkpoint whose optimizers are keyed by the names of parameters, or by numbers as torch does.
 
-    "flat" is one flat dict by names, as torchtitan has it: `state.NAME.exp_avg`.
-    `parameters` are a live model's, name -> shape, in its order. Nothing is guessed, added or dropped: what
-    is unknown, or contradicts shapes, is Refused; without anything to change, NothingToDo.
+    "flat" is one flat dict by names, as torchtitan has it: `state.NAME.exp_avg`. `parameters` are a live
+    model's, name -> shape, in its order, of which some are `trainable`. Nothing is guessed, added or dropped:
+    what is unknown, or contradicts shapes, is Refused; without anything to change, NothingToDo.
     """
     if order == "model" and parameters is None:
         raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
@@ -462,7 +491,7 @@ def rekeyed(
         hint = f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}"
         raise NothingToDo(f"{checkpoint.path}: holds no optimizer's state", hint=hint)
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
-    source = ParameterSource(checkpoint, live, state, order)
+    source = ParameterSource(checkpoint, live, state, order, trainable)
     changes = [_change(where, optimizer, source, to, checkpoint.path) for where, optimizer in optimizers]
     if all(_keys_of(change.old) == _keys_of(change.new) for change in changes):
         raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed {FORMS[to]} in this order already")

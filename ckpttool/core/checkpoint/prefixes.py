@@ -245,9 +245,12 @@ def _enclosing(names: Iterable[str]) -> set[str]:
 
 
 def strip_names(
-    names: Iterable[str], prefix: str = "module.", *, repeat: bool = False, anywhere: bool = False
+    names: Iterable[str], prefix: str | None = None, *, repeat: bool = False, anywhere: bool = False
 ) -> Renaming:
-    """Strip a prefix from the names that carry it; other names stay."""
+    """Strip a prefix from the names that carry it, or those of USUAL in any order; other names stay."""
+    if prefix is None:
+        names = [*names]
+        return checked(names, partial(_usual(names, repeat=repeat, anywhere=anywhere).sub, r"\1"), PREFIXES)
     _require(prefix)
     hints = PREFIXES._replace(dots=lambda old, new: f"with its dot: --prefix {prefix}.")
     if repeat and anywhere and prefix.endswith("."):
@@ -257,6 +260,23 @@ def strip_names(
     # Match only where a part begins, so that `submodule.` is never taken for `module.`.
     expression = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
     return checked(names, partial(expression.sub, r"\1"), hints)
+
+
+# What is stripped where no prefix is named: what DDP and torch.compile put there.
+USUAL = DDP, COMPILED = "module.", "_orig_mod."
+
+
+def _usual(names: Iterable[str], *, repeat: bool, anywhere: bool) -> re.Pattern[str]:
+    """Return the expression of the prefixes of USUAL: DDP's once, unless all are to go."""
+    of_ddp, compiled = map(re.escape, USUAL)
+    begin = "(^|[.])" if anywhere else "(^)"
+    if repeat:
+        return re.compile(f"{begin}(?:{of_ddp}|{compiled})+")
+    inside = re.compile(f"(?:{compiled})+")
+    rests = [name[found.end() :] for name in names if (found := inside.match(name))]
+    wraps = all(rest.startswith(DDP) for rest in rests)  # else the compiled model has a module of that name
+    around = f"{of_ddp}(?:{compiled})*|(?:{compiled})+"
+    return re.compile(f"{begin}(?:{around}{f'(?:{of_ddp})?(?:{compiled})*' if wraps else ''})")
 
 
 def _without(parts: list[str], name: str) -> str:

@@ -2,7 +2,7 @@
 
 Averages without names: `ExponentialMovingAverage.state_dict()` of torch_ema and `EMAModel.state_dict()` of
 diffusers keep `shadow_params`, a list in the order of the parameters; LitEma of latent diffusion registers
-buffers under the parameters' names without their dots.
+buffers under the parameters' names without their dots, mmcv's EMAHook with `_` in their place.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def with_names(checkpoint: Checkpoint, where: str | None, parameters: Parameters
         state = checkpoint.state(where)
     except CkptToolError:
         return None  # whoever loads it says why
-    without_dots = _without_dots(state.container, parameters)
-    return None if without_dots is None else _named(checkpoint, without_dots, state)
+    for dot in ("", "_"):
+        if (without_dots := _without_dots(state.container, parameters, dot)) is not None:
+            return _named(checkpoint, without_dots, state)
+    return None
 
 
 def _named(checkpoint: Checkpoint, tensors: Mapping[str, object], state: State) -> NamedAverage:
@@ -91,15 +93,19 @@ def _by_position(
     return named
 
 
-def _without_dots(container: Mapping[object, object], parameters: Parameters) -> dict[str, object] | None:
-    """Return a state under the parameters' names; None unless it has all trainable ones without dots."""
-    names = {name.replace(".", ""): name for name in parameters.trainable}
+def _without_dots(
+    container: Mapping[object, object], parameters: Parameters, dot: str
+) -> dict[str, object] | None:
+    """Return a state under the parameters' names; None unless it has all trainable ones, with other dots."""
+    names = {name.replace(".", dot): name for name in parameters.trainable}
     if len(names) < len(parameters.trainable) or not any("." in name for name in names.values()):
         return None
     first = next(iter(names), "")
     keys = [key for key in container if isinstance(key, str)]
     for outer in (key.removesuffix(first) for key in keys if first and key.endswith(first)):
         if all(outer + short in container for short in names):
+            if any(name in container for name in names.values()):  # the model's own, beside the average
+                return None
             return {names.get(key.removeprefix(outer), key): container[key] for key in keys}
     return None
 

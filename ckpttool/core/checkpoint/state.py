@@ -329,7 +329,7 @@ class State:
     @property
     def where(self) -> str:
         """The dotted path, with the prefix of a part; `""` when the file itself is the state."""
-        return dotted((*self.path, self.prefix[:-1]) if self.prefix else self.path)
+        return dotted((*self.path, self.prefix.removesuffix(".")) if self.prefix else self.path)
 
     @needing_torch("State.load")
     def load(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
@@ -566,7 +566,9 @@ class StateSearch:
             except (NoState, Refused):  # whose names are ambiguous; another state may have the keys
                 continue
             names = dict.fromkeys((where.removeprefix(inner), where))
-            yield from filter(None, (part(state, f"{name}.") for name in names if name.strip("!")))
+            # mmcv's averages are named without dots: `ema_` is a prefix as it stands.
+            begins = (name if name.endswith("_") else f"{name}." for name in names if name.strip("!"))
+            yield from filter(None, (part(state, begin) for begin in begins))
 
     def _places(self, value: dict[object, object]) -> dict[str, Path]:
         try:

@@ -19,28 +19,30 @@ if TYPE_CHECKING:
 
 
 @options.command("Rename", "Take a wrapper's prefix off the keys", rewritten)
-@options.option("--prefix", "What to remove, including the dot.", default="module.", show_default=True)
+@options.option("--prefix", "What to remove, including the dot; by default module. and _orig_mod.")
 @options.flag("--repeat", "Repeat until none is left, e.g. module.module.conv.weight.")
 @options.flag("--anywhere", "Also remove it inside a name, e.g. 0._orig_mod.weight.")
 @options.several("--drop KEY", "Leave out a key, e.g. n_averaged.")
 @options.several("--keep NAME", "Keep, of everything but the keys, only this, e.g. hyper_parameters.")
 @options.writing
 def strip_prefix(
-    job: options.WriteJob, prefix: str, drop: tuple[str, ...], keep: tuple[str, ...], **where: bool
+    job: options.WriteJob, prefix: str | None, drop: tuple[str, ...], keep: tuple[str, ...], **where: bool
 ) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 
-    DistributedDataParallel and DataParallel save every key as `module.…`, torch.compile as `_orig_mod.…`. The
-    prefix is taken from the front of keys only, so `features.module.0.weight` stays whole. A .pt OUTPUT keeps
-    everything else that INPUT holds; its optimizer's parameter names, and other states that carry the prefix
-    (an average), are renamed too, unless --state names one. .safetensors holds only the model's tensors, and
-    what is left out is named. AveragedModel's counter stays unless it is dropped: --drop n_averaged.
+    DistributedDataParallel and DataParallel save every key as `module.…`, torch.compile as `_orig_mod.…`:
+    both are taken off, in any order. A prefix is taken from the front of keys only, so
+    `features.module.0.weight` stays whole. A .pt OUTPUT keeps everything else that INPUT holds; its
+    optimizer's parameter names, and other states that carry the prefix (an average), are renamed too, unless
+    --state names one. .safetensors holds only the model's tensors, and what is left out is named.
+    AveragedModel's counter stays unless it is dropped: --drop n_averaged.
 
     \b
     Examples:
       ckpttool strip-prefix last.pt model.safetensors
       ckpttool strip-prefix lightning.ckpt model.pt --prefix model.
     """
+    from ...errors import NothingToDo
     from ..checkpoint import keys
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
@@ -48,10 +50,17 @@ def strip_prefix(
         if keep:
             checkpoint, others = _keep_alone(checkpoint, keep, target)
             left_out += others
-        new, renaming = keys.strip_prefix(checkpoint, prefix, drop=drop, state=target.state, **where)
-        outcome = _outcome(f"stripped '{prefix}' from", renaming)
+        try:
+            new, renaming = keys.strip_prefix(checkpoint, prefix, drop=drop, state=target.state, **where)
+        except NothingToDo as error:
+            if error.hint:
+                error.hint = error.hint.replace(": --", f": {_command(job.input, job.output)} --")
+            raise
+        names = list(renaming.names.values())
+        stripped = [prefix] if prefix else _stripped(renaming)
+        outcome = _outcome(f"stripped {' and '.join(map(repr, stripped))} from", renaming)
         outcome.left_out = left_out
-        outcome.notes.extend(_what_is_left(list(renaming.names.values()), prefix))
+        outcome.notes.extend(_what_is_left(names, stripped, job))
         return new, outcome
 
     rewrite(job, transform)
@@ -79,19 +88,34 @@ def _keep_alone(
     return drop(checkpoint, others), others
 
 
-def _what_is_left(names: list[str], prefix: str) -> Iterator[str]:
+def _command(*files: str) -> str:
+    return shlex.join(["ckpttool", "strip-prefix", *files])
+
+
+def _stripped(renaming: Renaming) -> list[str]:
+    """Return what was taken from the front of names, each once; of what went inside the parts."""
+    from ..checkpoint.prefixes import USUAL
+
+    pairs = [(old, new) for old, new in renaming.names.items() if old != new]
+    fronts = dict.fromkeys(old.removesuffix(new) for old, new in pairs if old.endswith(new))
+    return [*fronts][:4] or [prefix for prefix in USUAL if any(prefix in old for old, _ in pairs)]
+
+
+def _what_is_left(names: list[str], stripped: list[str], job: options.WriteJob) -> Iterator[str]:
     """Yield a note on a wrapper's prefix that the new names still carry, if they carry one."""
     from ..checkpoint.prefixes import found_prefixes, inner_prefixes
 
-    if again := sum(name.startswith(prefix) for name in names):
-        keys = f"{again} of {len(names)} keys"
-        yield f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
-        return
+    onward = _command(job.output, job.output)
+    for prefix in stripped:
+        if again := sum(name.startswith(prefix) for name in names):
+            keys = f"{again} of {len(names)} keys still begin with '{prefix}'"
+            yield f"{keys}: {onward} --prefix {shlex.quote(prefix)} --repeat --force"
+            return
     in_front, inside = found_prefixes(names), inner_prefixes(names)
     for found, where, more in ((in_front, "begin with", ""), (inside, "hold inside", " --anywhere")):
         if found and found[0].certain:
             left = found[0]
-            command = f"ckpttool strip-prefix --prefix {left.prefix}{more}"
+            command = f"{onward} --prefix {left.prefix}{more} --force"
             yield f"{left.keys} of {left.of} keys still {where} '{left.prefix}': {command}"
             return
 

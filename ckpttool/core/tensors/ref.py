@@ -595,7 +595,9 @@ class TensorRef:
     def _compared(self) -> AbstractContextManager[None]:
         # What knows of checksums stands above the folder of this file.
         checksums = need("core.checkpoint.checksums")
-        context: AbstractContextManager[None] = checksums.compared([(f"{self.dtype.name} {[*self.shape]}", self.storage)])
+        context: AbstractContextManager[None] = checksums.compared(
+            [(f"{self.dtype.name} {[*self.shape]}", self.storage)]
+        )
         return context
 
     def permuted(self, axes: Sequence[int]) -> TensorRef | None:

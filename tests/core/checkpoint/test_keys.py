@@ -422,7 +422,7 @@ def test_a_state_in_two_places_stays_one(tmp_path: Path) -> None:
     [
         ({"model": {"a": ONE}, "model_ema": {"module.a": ONE}}, "model", "'model_ema' do: --state model_ema"),
         ({"0._orig_mod.w": ONE}, "", "1 of 1 keys hold '_orig_mod.' inside: --prefix _orig_mod. --anywhere"),
-        ({"state_dict": {"_orig_mod.a": ONE, "b": ONE}}, "state_dict", "'_orig_mod.': --prefix _orig_mod."),
+        ({"state_dict": {"_module.a": ONE, "b": ONE}}, "state_dict", "'_module.': --prefix _module."),
         ({"conv.weight": ONE}, "", "the first key is 'conv.weight'"),
         ({"s": {"model.a.w": ONE, "model.b.w": ONE}}, "s", "all keys begin with 'model.': --prefix model."),
     ],

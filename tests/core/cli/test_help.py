@@ -268,7 +268,7 @@ def files(here: Path) -> None:
     optimizer.step()
     whole = {"model": prefixed(model.state_dict(), "module."), "optimizer": optimizer.state_dict()}
     torch.save(whole, here / "last.pt")
-    torch.save(prefixed(model.state_dict(), "_orig_mod.module."), here / "comp.pt")
+    torch.save(prefixed(model.state_dict(), "_fsdp_wrapped_module."), here / "fsdp.pt")
     inside = {f"_orig_mod.0._orig_mod.{name}": value for name, value in model.state_dict().items()}
     torch.save(inside, here / "parts.pt")
     hyper = {"pytorch-lightning_version": "2", "state_dict": prefixed(model.state_dict(), "model.")}

@@ -123,14 +123,17 @@ def test_verify_and_diff_of_a_model_say_which_states_they_compared_if_any(cli: A
 @pytest.mark.parametrize(
     ("prefix", "said", "flags"),
     [
-        ("_orig_mod.", "ckpttool strip-prefix --prefix _orig_mod.", "--prefix module._orig_mod."),
-        ("module.", "--repeat strips it as often as it is there", "--repeat"),
+        ("_fsdp_wrapped_module.", "--prefix _fsdp_wrapped_module.", "--prefix module._fsdp_wrapped_module."),
+        ("module.", "--prefix module. --repeat", "--repeat"),
     ],
 )
 def test_a_strip_that_leaves_a_prefix_says_so(prefix: str, said: str, flags: str, cli: Any) -> None:
     torch.save(prefixed(STATE, f"module.{prefix}"), "in.pt")
     found = cli("strip-prefix in.pt out.pt").err
-    assert found == f"2 of 2 keys still begin with '{prefix}': {said}\n"
+    command = f"ckpttool strip-prefix out.pt out.pt {said} --force"
+    assert found == f"2 of 2 keys still begin with '{prefix}': {command}\n"
+    assert cli(command.removeprefix("ckpttool ")).code == 0
+    assert torch.load("out.pt").keys() == STATE.keys()
     assert cli(f"strip-prefix in.pt plain.pt {flags}").err == ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,11 @@ def test_the_input_is_never_changed(cli: Any) -> None:
 
 
 def test_nothing_to_strip_exits_1_and_names_the_prefix_there_is(cli: Any) -> None:
-    torch.save({"_orig_mod.a": ONE}, "in.pt")
+    torch.save({"_forward_module.a": ONE}, "in.pt")
     ran = cli("strip-prefix in.pt out.pt")
     assert (ran.code, ran.out) == (1, "")
-    assert "no key begins with 'module.'" in ran.err
-    assert "--prefix _orig_mod." in ran.err
+    assert "no key begins with 'module.' or '_orig_mod.'" in ran.err
+    assert ran.err.endswith(": ckpttool strip-prefix in.pt out.pt --prefix _forward_module.\n")
     assert not os.path.exists("out.pt")
     assert cli("strip-prefix in.pt out.pt --json").json["error"]["kind"] == "nothing-to-do"
 
@@ -115,6 +116,69 @@ def test_the_flags_of_renaming(flags: str, expected: set[str], cli: Any) -> None
     torch.save({"module.module.a": ONE, "0._orig_mod.b": ONE}, "in.pt")
     assert cli(f"strip-prefix in.pt out.pt {flags}").code == 0
     assert set(torch.load("out.pt")) == expected
+
+
+LIGHTNING = {"pytorch-lightning_version": "2.5.0", "epoch": 1}
+
+# What is saved, the state that is stripped without a flag or by the command in the hint, and what is said
+WRAPPED: dict[str, tuple[Any, list[str], str]] = {
+    "torch.compile": (
+        {"_orig_mod.a": ONE, "_orig_mod.b.w": ONE},
+        ["a", "b.w"],
+        "stripped '_orig_mod.' from 2",
+    ),
+    "DDP of it": ({"module._orig_mod.a": ONE}, ["a"], "stripped 'module._orig_mod.' from 1 of 1"),
+    "it of DDP": ({"_orig_mod.module.a": ONE}, ["a"], "stripped '_orig_mod.module.' from 1 of 1"),
+    "it of DDP of it": ({"_orig_mod.module._orig_mod.a": ONE}, ["a"], "'_orig_mod.module._orig_mod.'"),
+    "some keys": ({"_orig_mod.a": ONE, "b": ONE}, ["a", "b"], "stripped '_orig_mod.' from 1 of 2"),
+    "a module called module in it": (
+        {"_orig_mod.module.a": ONE, "_orig_mod.b": ONE},
+        ["module.a", "b"],
+        "stripped '_orig_mod.' from 2 of 2",
+    ),
+    "in a checkpoint": ({"model": {"_orig_mod.a": ONE}, "epoch": 3}, ["a"], "stripped '_orig_mod.'"),
+    "Lightning": ({**LIGHTNING, "state_dict": {"model.a": ONE}}, ["a"], "stripped 'model.'"),
+    "Lightning beside a loss": (
+        {**LIGHTNING, "state_dict": {"net.a.w": ONE, "net.b.w": ONE, "loss.w": ONE}},
+        ["a.w", "b.w", "loss.w"],
+        "stripped 'net.'",
+    ),
+    "Fabric": ({"_forward_module.a": ONE}, ["a"], "stripped '_forward_module.'"),
+    "compiled parts": ({"0._orig_mod.a": ONE}, ["0.a"], "stripped '_orig_mod.'"),
+    "an average alone": ({"model": {"a": ONE}, "ema": {"module.a": ONE}}, ["a"], "stripped 'module.'"),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_without_a_flag_a_prefix_goes_or_the_hint_is_the_whole_command(case: str, cli: Any) -> None:
+    tree, names, said = WRAPPED[case]
+    torch.save(tree, "in.pt")
+    ran = cli("strip-prefix in.pt 'out of it.pt'")
+    if ran.code:
+        (command,) = re.findall(r"ckpttool (strip-prefix .*)", ran.err)
+        ran = cli(command)
+    assert ran.code == 0, ran.err
+    assert said in ran.out
+    found = torch.load("out of it.pt")
+    where = "ema" if case == "an average alone" else "state_dict" if "state_dict" in tree else "model"
+    assert list(found.get(where, found)) == names
+
+
+def test_optimizers_averages_and_versions_follow_whatever_wraps_them(cli: Any) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    compiled = torch.compile(net, backend="eager")
+    optimizer = torch.optim.SGD(compiled.named_parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    average = {f"module.{name}": value for name, value in compiled.state_dict().items()}
+    inside = {"state": compiled.state_dict(), "average": average, "optim": optimizer.state_dict()}
+    torch.save({"run": inside, "epoch": 1}, "in.pt")
+    assert cli("strip-prefix in.pt out.pt").code == 0
+    found = torch.load("out.pt")["run"]
+    assert list(found["state"]) == list(found["average"]) == list(net.state_dict())
+    assert found["optim"]["param_groups"][0]["param_names"] == [name for name, _ in net.named_parameters()]
+    assert found["state"]._metadata["1"]["version"] == 2
+    net.load_state_dict(found["state"])
 
 
 def test_the_chosen_state_is_named_and_state_selects_another(cli: Any) -> None:
