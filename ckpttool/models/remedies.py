@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase, translate
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any
 
 from ..core.checkpoint import keys, selection
@@ -19,6 +18,9 @@ from ..rooms import find
 from .fit import Case, Remedy, numbers, shortened
 
 MAX_PREFIXES = 24  # tried at most
+MAX_CUTS = 24  # dots of a name at which it is cut: no model is deeper, a name of many dots may be
+# Rules of a command, times the names that each is tried on: more take seconds, in the command too.
+MAX_WORK = 2_000_000
 MAX_SHARED = 8  # an end that more names share (`weight`) does not tell what precedes it
 
 
@@ -65,6 +67,8 @@ def renumbered(case: Case) -> Iterator[Remedy]:
         if shift and ours[stem] == {number + shift for number in theirs[stem]}:
             # in an order in which no layer takes a number that another one still has
             order = sorted(theirs[stem], reverse=shift > 0)
+            if len(order) * len(case.state.container) > MAX_WORK:
+                continue
             rules = [(rf"^{_exactly(stem)}{n}\.", f"{stem}{n + shift}.") for n in order]
             first = f"'{stem}{min(theirs[stem])}.', the model from '{stem}{min(ours[stem])}.'"
             yield _rename("names", f"the file counts its layers from {first}", rules)
@@ -104,7 +108,8 @@ def _heads(case: Case) -> list[tuple[str, str]]:
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
     """Yield (head with its dot, rest) at every dot, the empty head first."""
     yield "", name
-    yield from ((name[: dot.end()], name[dot.end() :]) for dot in re.finditer("[.]", name))
+    dots = islice(re.finditer("[.]", name), MAX_CUTS)
+    yield from ((name[: dot.end()], name[dot.end() :]) for dot in dots)
 
 
 def _exactly(text: str) -> str:
@@ -241,14 +246,21 @@ def layouts(case: Case) -> Iterator[Remedy]:
     if orders:
         message = f"{len(orders)} tensors have their axes in another order ({shortened(tuple(orders))})"
         message += _ambiguous(case, orders)
-        yield _by_patterns("layout", message, "--permute", as_patterns(orders, tensors), layout.permute)
+        yield from _by_patterns("layout", message, "--permute", orders, tensors, layout.permute)
 
 
 def _by_patterns(
-    kind: str, message: str, flag: str, rules: Rules, change: Callable[[Checkpoint, Rules], Changed]
-) -> Remedy:
-    flags = [word for glob, sizes in rules for word in (flag, f"{glob}={','.join(map(str, sizes))}")]
-    return Remedy(kind, message, ("convert", *flags), lambda c: change(c, rules)[0])
+    kind: str,
+    message: str,
+    flag: str,
+    values: Mapping[str, Sizes],
+    tensors: Mapping[str, object],
+    change: Callable[[Checkpoint, Rules], Changed],
+) -> Iterator[Remedy]:
+    rules = as_patterns(values, tensors)
+    if len(rules) * len(tensors) <= MAX_WORK:
+        flags = [word for glob, sizes in rules for word in (flag, f"{glob}={','.join(map(str, sizes))}")]
+        yield Remedy(kind, message, ("convert", *flags), lambda c: change(c, rules)[0])
 
 
 # Convolutions in TensorFlow's order of axes (WIO, HWIO, DHWIO), and images with channels last.
@@ -311,7 +323,7 @@ def shapes(case: Case) -> Iterator[Remedy]:
     }
     if sizes:
         message = f"{len(sizes)} tensors have more or fewer axes of size 1 ({shortened(tuple(sizes))})"
-        yield _by_patterns("shape", message, "--reshape", as_patterns(sizes, tensors), layout.reshape)
+        yield from _by_patterns("shape", message, "--reshape", sizes, tensors, layout.reshape)
 
 
 def _squeezed(shape: Sizes) -> Sizes:
@@ -327,6 +339,8 @@ def extras(case: Case) -> Iterator[Remedy]:
         return
     unwanted = dict.fromkeys(fit.unexpected, ())
     patterns = [pattern for pattern, _ in as_patterns(unwanted, case.state.container)]
+    if len(patterns) * len(case.state.container) > MAX_WORK:
+        return
     flags = [word for pattern in patterns for word in ("--exclude", pattern)]
     message = f"the model has no place for {len(fit.unexpected)} entries ({shortened(fit.unexpected)})"
     yield Remedy("extra", message, ("convert", *flags), lambda c: selection.select(c, exclude=patterns)[0])
@@ -337,27 +351,33 @@ def extras(case: Case) -> Iterator[Remedy]:
 
 def as_patterns(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tuple[str, Sizes]]:
     """Return (pattern, value) pairs that give each name its value, and no value to any other of `names`."""
-    everything = [str(name) for name in names]
+    # Of each pattern, whether all that it matches have one value, which is None for others, and how many.
+    counts: Counter[str] = Counter()
+    given: dict[str, Sizes | None] = {}
+    mixed: set[str] = set()
+    for name in map(str, names):
+        value = values.get(name)
+        for pattern in _patterns(name):
+            counts[pattern] += 1
+            if given.setdefault(pattern, value) != value:
+                mixed.add(pattern)
     rules: dict[str, Sizes] = {}
     for name, value in values.items():
-        if not any(fnmatchcase(name, pattern) for pattern in rules):
-            rules[next(p for p in _patterns(name) if _is_worth(p, value, values, everything))] = value
+        patterns = [*_patterns(name)]
+        if not any(pattern in rules for pattern in patterns):
+            *wide, alone = patterns
+            worth = (each for each in wide if each not in mixed and counts[each] > 1)
+            rules[next(worth, alone)] = value
     return list(rules.items())
 
 
 def _patterns(name: str) -> Iterator[str]:
     """Yield the patterns that match a name, from the widest to the name itself."""
-    parts = name.split(".")
-    yield from ("*." + ".".join(map(_literal, parts[-count:])) for count in range(1, len(parts)))
-    yield _literal(name)
+    parts = [*map(_literal, name.split("."))]
+    yield from ("*." + ".".join(parts[-count:]) for count in range(1, min(len(parts), MAX_CUTS)))
+    yield from (".".join(parts[:count]) + ".*" for count in range(1, min(len(parts), MAX_CUTS)))
+    yield ".".join(parts)
 
 
 def _literal(text: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", text)
-
-
-def _is_worth(pattern: str, value: Sizes, values: Mapping[str, Sizes], names: list[str]) -> bool:
-    """Return whether a pattern matches several names, all of which have this value."""
-    fits = re.compile(translate(pattern)).match
-    fitting = [values.get(name) for name in names if fits(name)]
-    return all(given == value for given in fitting) and len(fitting) > pattern.startswith("*.")
+    return re.sub(r"([*?[])", r"[\1]", text) if "*" in text or "?" in text or "[" in text else text
