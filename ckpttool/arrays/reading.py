@@ -50,8 +50,14 @@ class ArrayHeader(NamedTuple):
     dtype: ref.DType | None
     byteorder: str
     other: str
+    itemsize: int | None  # bytes of an element; None where they are pickled objects, or not known
     shape: tuple[int, ...]
     is_fortran: bool
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of all elements; None as for one."""
+        return None if self.itemsize is None else _nbytes(self.itemsize, self.shape)
 
 
 def sniff(head: bytes) -> bool:
@@ -137,7 +143,7 @@ def _parsed(path: str, called: str, text: str) -> ArrayHeader:
         match = ENTRY.match(inside, at)
         if match is None or match["key"] in fields:
             if re.search(r"['\"]descr['\"]\s*:\s*[\[(]", inside):
-                return ArrayHeader(None, "little", "records of several fields", (), False)
+                return _of_records(path, called, text)
             raise Damaged(path, f"its {called} has a malformed header: {text[:80]!r}")
         fields[match["key"]], at = match, match.end()
     if {*fields} != {"descr", "fortran_order", "shape"}:
@@ -148,13 +154,43 @@ def _parsed(path: str, called: str, text: str) -> ArrayHeader:
     return ArrayHeader(*_element(kind), _shape(path, called, sizes), flag == "True")
 
 
-def _element(kind: re.Match[str]) -> tuple[ref.DType | None, str, str]:
+def _element(kind: re.Match[str]) -> tuple[ref.DType | None, str, str, int | None]:
     from ..core.inert_pickle.plain_objects import NUMBERS  # opening a zip asks this module first
 
     order, letter, size, unit = kind.groups()
     if letter + size in NUMBERS and not unit:
-        return ref.DTYPES[NUMBERS[letter + size][1]], "big" if order == ">" else "little", ""
-    return None, "little", OTHERS.get(letter, f"elements of type {kind[0][:20]}, which torch does not have")
+        dtype = ref.DTYPES[NUMBERS[letter + size][1]]
+        return dtype, "big" if order == ">" else "little", "", dtype.itemsize
+    other = OTHERS.get(letter, f"elements of type {kind[0][:20]}, which torch does not have")
+    return None, "little", other, int(size) * (4 if letter == "U" else 1) if size and letter != "O" else None
+
+
+def _itemsize(descr: object) -> int | None:
+    """Return the bytes of an element; None where objects are in it. Raises ValueError or TypeError."""
+    if isinstance(descr, list):
+        sizes = [(_itemsize(inner), *shape) for _, inner, *shape in descr]
+        return None if None in [size for size, *_ in sizes] else sum(_nbytes(*size) for size in sizes)
+    if not isinstance(descr, str) or not (kind := DESCR.fullmatch(descr)):
+        raise ValueError
+    return None if kind[2] == "O" else int(kind[3]) * (4 if kind[2] == "U" else 1)
+
+
+def _nbytes(itemsize: int, shape: tuple[int, ...] = ()) -> int:
+    return 0 if 0 in shape else ref.extent(shape) * itemsize
+
+
+def _of_records(path: str, called: str, text: str) -> ArrayHeader:
+    import ast
+
+    try:
+        fields = ast.literal_eval(text)
+        size, shape = _itemsize(fields["descr"]), tuple(fields["shape"])
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
+        size, shape = None, (-1,)
+    if not all(map(ref.is_count, shape)):
+        raise Damaged(path, f"its {called} has a malformed header: {text[:80]!r}")
+    other = OTHERS["O"] if size is None else "records of several fields"
+    return ArrayHeader(None, "little", other, size, shape, False)
 
 
 def _shape(path: str, called: str, sizes: str) -> tuple[int, ...]:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 from ..arrays import reading
 from ..core.formats import safetensors
-from ..core.formats.cursor import Cursor
 from ..core.formats.pytorch import tar
-from ..core.formats.pytorch.zip_entries import read_directory, require_known_method
+from ..core.formats.pytorch.zip_entries import read_directory
 from ..core.formats.pytorch.zip_writer import STORED
 from ..core.formats.strangers import known
 from ..core.inert_pickle.values import Global, walk
 from ..core.tensors.ref import ByteRange, Source
-from ..errors import CkptToolError, Damaged, Unsupported
+from ..errors import CkptToolError, Damaged, Refused, Unsupported
 from . import pickles, unpacking
 from .verdicts import ScanProblem
 
 HEAD = 512  # bytes by which something is recognised
 MAX_LEVELS = 16  # of containers in containers
 MAX_PROBLEMS = 100  # that are kept of one file
+MAX_EXTENDED = 1 << 20  # bytes of a tar's extended header
 
 # A pickle takes up to 70 times its bytes while it is read. Of an unpacked pickle at most GROWTH times the
 # bytes of the file are read, or SMALL if that is more.
@@ -29,14 +31,34 @@ GROWTH, SMALL = 16, 1 << 20
 # Endings of files that are only ever unpickled: none is harmless just because it can't be read.
 PICKLED = (".pkl", ".pickle", ".joblib", ".dill", ".pt", ".pth", ".ckpt")
 
-# What Python's loaders open with other programs or packages, by how it begins: what it is.
+# What is not opened here, by how it begins: whether Python's own loaders open it, and what it is.
 CLOSED = (
-    (b"version https://git-lfs", "is a Git LFS pointer, not the file itself (fetch it: git lfs pull)"),
-    (b"7z\xbc\xaf'\x1c", "is a 7z archive, which is not opened here (unpack it first)"),
-    (b"Rar!", "is a RAR archive, which is not opened here (unpack it first)"),
-    (b"\x28\xb5\x2f\xfd", "is compressed with zstd, which is not unpacked here (unpack it first)"),
-    (b"\x04\x22\x4d\x18", "is compressed with lz4, which is not unpacked here (unpack it first)"),
+    (
+        rb"version https://git-lfs",
+        False,
+        "is a Git LFS pointer, not the file itself (fetch it: git lfs pull)",
+    ),
+    (rb"7z\xbc\xaf'\x1c", False, "is a 7z archive, which is not opened here (unpack it first)"),
+    (rb"Rar!", False, "is a RAR archive, which is not opened here (unpack it first)"),
+    (
+        rb"[\x1e\x22-\x28]\xb5\x2f\xfd",
+        True,
+        "is compressed with zstd, which is not unpacked here (unpack it first)",
+    ),
+    (
+        rb"\x04\x22\x4d\x18|\x02\x21\x4c\x18",
+        True,
+        "is compressed with lz4, which is not unpacked here (unpack it first)",
+    ),
+    (
+        rb"[\x50-\x5f]\x2a\x4d\x18",
+        True,
+        "is compressed with zstd or lz4, which is not unpacked here (unpack it first)",
+    ),
 )
+
+# Members of torch's tar that hold more than pickles; an extended header may give any member such a name.
+RENAMED = re.compile(rb"(?:^|=)(?:storages|tensors)/*(?:[\n\0]|$)")
 
 
 class FilePart(NamedTuple):
@@ -44,7 +66,9 @@ class FilePart(NamedTuple):
 
     place: ByteRange
     where: tuple[str, ...] = ()
-    is_sure: bool = True  # else they may look like something by chance, and faults are not reported
+    # Else they may look like something by chance: what breaks off is none, and no loader reads on either.
+    is_sure: bool = True
+    is_open: bool = True  # what zips hold of them is looked into elsewhere otherwise
 
     def inside(self, name: str, place: ByteRange) -> FilePart:
         """Return a part of this one."""
@@ -57,6 +81,7 @@ class Contents:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.room = unpacking.Room(source)
+        self.steps = repeat(None, max(pickles.MAX_STEPS, source.size // pickles.BYTES_PER_STEP))
         self.names: dict[Global, str] = {}
         self.problems: list[ScanProblem] = []
         self.pickles = 0
@@ -72,31 +97,36 @@ class Contents:
         return set()
 
     def _look(self, part: FilePart) -> set[str]:
+        """Follow each way in which a loader could open the bytes: one does not rule out another."""
         place = part.place
         head = place.part(0, min(HEAD, place.nbytes)).read()
         if safetensors.sniff(head):  # the size of its header comes first, and may look like anything
             part = part._replace(is_sure=False)
-        if closed := next((what for begin, what in CLOSED if head.startswith(begin)), None):
-            raise Unsupported(self.source.path, closed)
-        if head.startswith(unpacking.BEGINS):
-            self._zips(part)
-        elif tar.sniff(head) or tar.is_header(head):
+        is_known = False
+        for begins, is_opened, what in CLOSED:
+            if re.match(begins, head):
+                is_known = True
+                self._fault(part, what, goes_on=is_opened)
+        for stream in unpacking.streams_of(head):
+            is_known |= self._unpack(part, stream, place)
+        if tar.sniff(head) or tar.is_header(head):
+            is_known = True
             self._tar(part)
-        elif head.startswith(reading.MAGIC):
-            self._array(part)
-        elif stream := unpacking.stream_of(head):
-            self._unpack(part, *stream)
-        else:
-            if not part.where and unpacking.ends_as_zip(place):
-                self._loose(part)
-            return self._pickles(part)
-        return set()
+        if part.is_open and (head.startswith(unpacking.BEGINS) or unpacking.ends_as_zip(place)):
+            is_known |= self._zips(part, is_zip=head.startswith(unpacking.BEGINS))
+        if head.startswith(unpacking.BEGINS):  # as a pickle, it asks for an object that no loader has
+            return set()
+        return self._pickles(part, is_known=is_known)
 
-    def _fault(self, part: FilePart, fault: CkptToolError | str) -> None:
-        """Note why a part can't be looked at."""
-        if part.is_sure and len(self.problems) < MAX_PROBLEMS:
+    def _fault(self, part: FilePart, fault: CkptToolError | str, *, goes_on: bool | None = None) -> None:
+        """Note why a part can't be looked at: a loader goes on there, or it stops too, if it opens it."""
+        goes_on = isinstance(fault, Unsupported | Refused) if goes_on is None else goes_on
+        is_new = len(self.problems) < MAX_PROBLEMS or not any(each.goes_on for each in self.problems)
+        if (part.is_sure and len(self.problems) < MAX_PROBLEMS) or (goes_on and is_new):
             reason = fault if isinstance(fault, str) else fault.reason
-            self.problems.append(ScanProblem(" > ".join(part.where), reason))
+            problem = ScanProblem(" > ".join(part.where), reason, goes_on)
+            if problem not in self.problems:
+                self.problems.append(problem)
 
     def _keep(self, part: FilePart, names: set[Global] | frozenset[Global]) -> None:
         for name in names:
@@ -104,47 +134,66 @@ class Contents:
 
     # Pickles.
 
-    def _pickles(self, part: FilePart, *, is_named: bool = False) -> set[str]:
-        """Read what may be pickles, one after another, and what looks like containers in their values."""
-        called = part.where[-1] if part.where else self.source.path
-        is_named = is_named or called.lower().endswith(PICKLED)
-        is_checkpoint = is_named or called.lower().endswith(safetensors.EXTENSIONS)
-        if is_checkpoint and not part.place.nbytes:
+    def _pickles(self, part: FilePart, *, is_known: bool) -> set[str]:
+        """Read what may be pickles and arrays, one after another, and look into a container behind them."""
+        called = (part.where[-1] if part.where else self.source.path).lower()
+        if not part.place.nbytes and called.endswith((*PICKLED, *safetensors.EXTENSIONS)):
             raise Damaged(self.source.path, "is empty")
         is_unpacked = part.place.source is not self.source
         most = max(SMALL, GROWTH * self.source.size) if is_unpacked else pickles.MAX_PICKLE
-        read = pickles.read_in_a_row(part.place, is_sure=part.is_sure, is_first_sure=is_named, most=most)
-        self.pickles += read.count
-        self._keep(part, read.names)
+        read = pickles.PickleFindings(self.steps, self.room.spend)
+        is_sure = part.is_sure and not is_known
+        try:
+            pickles.read_in_a_row(
+                part.place, read, is_sure=is_sure, is_first_sure=called.endswith(PICKLED), most=most
+            )
+        finally:
+            self.pickles += read.count
+            self._keep(part, read.names)
         if read.fault:
-            page = None if part.where or read.names else known(self.source)  # or what else it is
-            self._fault(part._replace(is_sure=part.is_sure or read.is_sure), page or read.fault)
+            page = None if part.where or read.names or is_known else known(self.source)  # or what else it is
+            claimed = part._replace(is_sure=part.is_sure or read.is_sure)
+            self._fault(claimed, page or read.fault, goes_on=read.goes_on and not page)
         for raw in _bytes_in(read.values):
             inner, _ = self.room.put([raw])
             self.look(FilePart(inner, (*part.where, "bytes in it"), is_sure=False))
+        for inner in read.inner:
+            self.look(FilePart(inner, (*part.where, "behind it"), is_sure=False, is_open=False))
+        rest = part.place.part(read.end, part.place.nbytes - read.end)
+        if read.end and _begins_container(rest.part(0, min(HEAD, rest.nbytes)).read()):
+            self.look(FilePart(rest, (*part.where, "behind it"), is_sure=False, is_open=False))
         return read.numbers
 
     # Containers.
 
-    def _zips(self, part: FilePart) -> None:
-        """Look into a zip, or into several in a row and what follows them."""
+    def _zips(self, part: FilePart, *, is_zip: bool) -> bool:
+        """Look into a zip, or into several in a row; return whether it is one.
+
+        Python's zipfile reads what a directory at the end says, torch the same from another place, and both
+        more than a strict reader takes. So, unless that finds nothing odd, all records count that there are.
+        """
         try:
             self._zip(part, part.place)
-        except (Damaged, Unsupported) as fault:
-            end = part.place.offset
-            for zip_ in unpacking.in_a_row(part.place):
-                end = zip_.offset + zip_.nbytes
-                try:
-                    self._zip(part, zip_)
-                except (Damaged, Unsupported) as own:
-                    self._fault(part, own)
-                    self._loose(FilePart(zip_, part.where))
-            rest = part.place.offset + part.place.nbytes - end
-            if rest == part.place.nbytes:
+        except CkptToolError as fault:
+            if is_zip and self._row_of_zips(part):
+                return True
+            if is_zip:
                 self._fault(part, fault)
-                self._loose(part)
-            elif rest:
-                self.look(part.inside("behind it", ByteRange(part.place.source, end, rest)))
+            self._loose(part)
+            return is_zip
+        return True
+
+    def _row_of_zips(self, part: FilePart) -> bool:
+        """Look into several zips, one after another; return whether there is nothing else in any way."""
+        zips = [*unpacking.in_a_row(part.place)]
+        if sum(zip_.nbytes for zip_ in zips) < part.place.nbytes or unpacking.leads_elsewhere(part.place):
+            return False
+        try:
+            for zip_ in zips:
+                self._zip(part, zip_)
+        except CkptToolError:
+            return False
+        return True
 
     def _zip(self, part: FilePart, place: ByteRange) -> None:
         """Look into the records of one zip, pickles first: they say which records are numbers."""
@@ -152,70 +201,112 @@ class Contents:
         numbers: set[str] = set()
         storages: tuple[str, ...] = ()  # the folders of torch's, whose bytes may look like anything
         for record in sorted(records.values(), key=lambda record: not record.name.endswith(".pkl")):
-            is_pickle = record.name.lower().endswith(PICKLED)  # whatever another one calls a storage
-            if (record.name in numbers and not is_pickle) or not record.data.nbytes:
+            if not record.data.nbytes:
                 continue
             is_sure = part.is_sure and not record.name.startswith(storages)
             inner = FilePart(record.data, (*part.where, record.name[:200]), is_sure)
-            if record.compression in unpacking.METHODS:
-                self._unpack(part, record.name, unpacking.METHODS[record.compression], record.data)
+            if record.compression not in (STORED, *unpacking.METHODS):
+                what = f"is compressed in a way that is not unpacked here (method {record.compression})"
+                self._fault(inner, what, goes_on=True)
                 continue
-            try:
-                require_known_method(place.source, record)
-            except Unsupported as fault:
-                self._fault(inner, fault)
+            engine = unpacking.METHODS.get(record.compression)
+            stream = unpacking.Stream(record.name, engine) if engine else None
+            if record.name in numbers and not self._begins_as_array(record.data, stream):
+                continue
+            if stream:
+                self._unpack(part, stream, record.data)
                 continue
             keys, folder = self.look(inner), f"{record.name.removesuffix('.pkl')}/"
-            numbers |= {folder + key for key in keys}
+            # No storage of torch's has a name with an ending, by which another loader would know it.
+            numbers |= {folder + key for key in keys if "." not in key}
             storages += (folder,) if record.name.endswith(".pkl") else ()
+
+    def _begins_as_array(self, place: ByteRange, stream: unpacking.Stream | None) -> bool:
+        """Whether numpy.load opens a record, which it does whatever torch takes it for."""
+        try:
+            begin = next(unpacking.unpacked(place, stream, self.room.spend), b"") if stream else None
+        except CkptToolError:
+            return True
+        size = min(len(reading.MAGIC), place.nbytes)
+        return (place.part(0, size).read() if begin is None else begin).startswith(reading.MAGIC)
 
     def _loose(self, part: FilePart) -> None:
         """Look into whatever records there are, where no directory can be believed."""
         for piece in unpacking.pieces(part.place):
-            inner = FilePart(piece.data, (*part.where, piece.name[:200]), is_sure=False)
-            if piece.method == STORED:
+            inner = FilePart(piece.data, (*part.where, piece.name[:200]), is_sure=False, is_open=False)
+            if piece.is_closed:
+                self._fault(
+                    inner, "is encrypted, or compressed in a way that is not unpacked here", goes_on=True
+                )
+            if piece.data.nbytes:
                 self.look(inner)
-            elif piece.method in unpacking.METHODS:
-                doubted = part._replace(is_sure=False)
-                self._unpack(doubted, piece.name, unpacking.METHODS[piece.method], piece.data)
+                self._unpack(
+                    part._replace(is_sure=False),
+                    unpacking.Stream(piece.name, unpacking.RAW_DEFLATE),
+                    piece.data,
+                )
 
     def _tar(self, part: FilePart) -> None:
-        names = []
+        part, names = part._replace(is_sure=True), list[str]()
+        end = 0
         for name, kind, place in tar.headers(part.place):
             names.append(name)
-            if kind in (b"x", b"g") and b" size=" in place.read()[: 1 << 20]:
-                raise Unsupported(self.source.path, "is a tar that states sizes apart from its headers")
-            if kind == b"S":
-                raise Unsupported(self.source.path, f"is a tar with the sparse file '{name[:80]}'")
-            if place.nbytes and kind not in (b"x", b"g", b"L", b"K"):
+            end = place.offset - part.place.offset + place.nbytes + -place.nbytes % tar.BLOCK
+            if kind in EXTENDED:
+                _require_plain(place)
+            elif kind == b"S" or (kind == b"\0" and name.endswith("/") and place.nbytes):
+                what = f"is a tar with '{name[:80]}', which readers take for different files"
+                raise Unsupported(self.source.path, what)
+            elif place.nbytes:
                 self.look(part.inside(name, place))
         if {*tar.MEMBERS} <= {*names}:  # of torch before 0.1.12, which reads pickles between its storages
-            self._keep(part, tar.read(self.source, part.place).names)
+            try:
+                self._keep(part, tar.read(self.source, part.place).names)
+            except CkptToolError as fault:
+                self._fault(part, fault, goes_on=True)
+        behind = unpacking.not_zero(part.place, end)
+        if behind < part.place.nbytes:
+            rest = part.place.part(behind, part.place.nbytes - behind)
+            if not tar.is_header(rest.part(0, min(tar.BLOCK, rest.nbytes)).read()):
+                raise Unsupported(
+                    self.source.path, f"is a tar that ends before byte {behind}, and goes on there"
+                )
+            self.look(part.inside("behind it", rest)._replace(is_open=False))
 
-    def _array(self, part: FilePart) -> None:
-        """Read the pickle behind the header of an array of objects; other arrays hold numbers and text."""
-        cursor = Cursor(part.place, window=1 << 10)
-        array = reading.header(cursor, "array")
-        if array.dtype is None:
-            is_named = array.other == reading.OTHERS["O"]
-            self._pickles(FilePart(cursor.place(cursor.left), part.where, part.is_sure), is_named=is_named)
-
-    def _unpack(
-        self, part: FilePart, name: str, engine: unpacking.Engine, place: ByteRange | None = None
-    ) -> None:
-        inner, wrong = self.room.put(unpacking.unpacked(place or part.place, name, engine))
-        unpacked = part.inside(name, inner)
+    def _unpack(self, part: FilePart, stream: unpacking.Stream, place: ByteRange) -> bool:
+        """Look into what a stream unpacks to; return whether it is one."""
+        inner, wrong = self.room.put(unpacking.unpacked(place, stream, self.room.spend))
+        unpacked = part.inside(stream.name, inner)
         if wrong is not None:
-            self._fault(unpacked, wrong)
+            self._fault(unpacked._replace(is_sure=part.is_sure and stream.is_sure), wrong)
         if inner.nbytes:
-            self.look(unpacked)
+            self.look(unpacked._replace(is_sure=part.is_sure and stream.is_sure))
+        return stream.is_sure or bool(inner.nbytes)
+
+
+EXTENDED = (b"x", b"g", b"X", b"L", b"K")  # of a tar: what they say belongs to other members
+
+
+def _require_plain(extended: ByteRange) -> None:
+    """Raise Unsupported for what moves a tar's members, or gives them names that torch asks for."""
+    if extended.nbytes > MAX_EXTENDED:
+        raise Unsupported(extended.path, f"is a tar with an extended header of {extended.nbytes} bytes")
+    raw = extended.read()
+    if b" size=" in raw or b" GNU.sparse" in raw or RENAMED.search(raw):
+        raise Unsupported(extended.path, "is a tar that states sizes or names apart from its headers")
+
+
+def _begins_container(head: bytes) -> bool:
+    """Return whether bytes begin as what a loader unpacks."""
+    is_stream = bool(unpacking.streams_of(head)) or any(re.match(begins, head) for begins, *_ in CLOSED)
+    return is_stream or tar.is_header(head)
 
 
 def _bytes_in(values: list[object]) -> Iterator[bytes]:
-    """Yield the bytes in some values that begin as a pickle or a container does."""
+    """Yield the bytes in some values that begin as a pickle, an array or a container does."""
     for value in (each for tree in values for each in walk(tree)):
         if isinstance(value, bytes | bytearray) and len(value) > 2:
             head = bytes(value[:HEAD])
-            is_stream = unpacking.stream_of(head) is not None
-            if pickles.is_pickle(head) or is_stream or head.startswith((*unpacking.BEGINS, reading.MAGIC)):
+            begins = pickles.is_pickle(head) or head.startswith((*unpacking.BEGINS, reading.MAGIC))
+            if begins or _begins_container(head):
                 yield bytes(value)

@@ -26,8 +26,8 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 # By verdict: its level, its score for GitHub (0 to 10), and what it means.
 RULES = {
     DANGEROUS: ("error", "9.3", "A pickle names what pickles are known to run code by"),
-    UNKNOWN: ("warning", "5.0", "A pickle names something that is not known to be harmless"),
-    UNREADABLE: ("warning", "3.0", "A file, or a part of it, could not be looked at"),
+    UNKNOWN: ("warning", "5.0", "What a loader would read is not known to be harmless"),
+    UNREADABLE: ("warning", "3.0", "A file, or a part of it, is damaged or can't be opened"),
 }
 HELP = "Load it with weights_only=True, or write it without code: ckpttool disarm FILE OUT."
 
@@ -54,10 +54,12 @@ class ScanProblem:
     Attributes:
         where: the way to it inside the file; empty for the file itself.
         reason: what is wrong with it.
+        goes_on: a loader might read what was not looked at. Else it stops there too.
     """
 
     where: str
     reason: str
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ class Scanned:
     Attributes:
         path: the file.
         verdict: `dangerous`: it names what pickles are known to run code by. `unknown`: it names something
-            that is not known to be harmless, such as a class of a package. `unreadable`: nothing of that was
-            found, but not all could be looked at. `safe`: neither.
+            that is not known to be harmless, such as a class of a package, or a loader might read something
+            that was not looked at. `unreadable`: it is damaged, or no file. `safe`: nothing of that.
         found: the names that could run something, the worst first.
         problems: what could not be looked at, whatever the verdict.
         pickles: how many pickles were read.
@@ -99,7 +101,7 @@ class Scanned:
         found = [by_text[text] for text in names_that_run(by_text.values())]
         findings = tuple(Finding(str(name), names[name], is_dangerous(name)) for name in found)
         verdict = UNREADABLE if problems else SAFE
-        if findings:
+        if findings or any(problem.goes_on for problem in problems):
             verdict = DANGEROUS if any(finding.dangerous for finding in findings) else UNKNOWN
         return cls(path, verdict, findings, problems, pickles)
 
@@ -143,7 +145,8 @@ def _results(file: Scanned) -> Iterator[dict[str, object]]:
         text = f"{finding.name} could run when this is unpickled"
         yield _result(file.path, verdict, finding.where, text, finding.name)
     for problem in file.problems:
-        yield _result(file.path, UNREADABLE, problem.where, problem.reason, problem.reason)
+        verdict = UNKNOWN if problem.goes_on else UNREADABLE
+        yield _result(file.path, verdict, problem.where, problem.reason, problem.reason)
 
 
 def _result(path: str, verdict: str, where: str, text: str, told_by: str) -> dict[str, object]:

@@ -240,10 +240,10 @@ def proto(m: Machine, position: int) -> int:
 
 
 def stop(m: Machine, position: int) -> int:
-    if m.below:
-        fault("its pickle stops inside a group")
     if not m.stack:
         raise IndexError
+    if m.below:
+        fault("its pickle stops inside a group")
     raise PickleEnd(position)
 
 

@@ -6,9 +6,10 @@ A pickle is a program for a small stack machine (`machine`); its opcodes are run
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, NoReturn
 
 from .machine import (
@@ -24,6 +25,7 @@ from .machine import (
     PersistentLoad,
     PickleEnd,
     Reducers,
+    fault,
 )
 from .machine import PickleFault as PickleFault
 from .operands import OPCODES, uint4, unknown
@@ -103,6 +105,8 @@ CALLS: dict[Global, Call] = {
 
 
 MARK, TUPLE, TUPLE1, EMPTY_TUPLE, BININT1, BINGET, BINPUT, LONG_BINPUT, LONG_BINGET = b"(t\x85)Khqrj"
+NONE, POP = b"N0"
+WITHOUT_END = repeat(None)
 MALFORMED = "its pickle is cut short or malformed"
 
 
@@ -125,42 +129,44 @@ def read_pickle(
     reducers: Reducers | None = None,
     shortcuts: Mapping[Global, OpcodeShortcut] | None = None,
     after_build: AfterBuild | None = None,
+    steps: Iterator[None] = WITHOUT_END,
 ) -> Pickle:
     """Read the pickle that begins at `start`; raise PickleFault, or CutShort where the data ends first.
 
     `reducers` return the values of calls by name, besides those of Python's own types; `persistent_load`
     those of persistent ids (torch's storages), without which a pickle that has one is refused. `after_build`
-    passes over what is no pickle behind an object (joblib's arrays).
+    passes over what is no pickle behind an object (joblib's arrays). `steps` are those that it may take, as
+    many as it yields; several pickles can share them.
     """
     machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS, after_build)
     try:
-        _run(machine, start)
+        _run(machine, start, steps)
     except PickleEnd as stop:
         return Pickle(machine.stack.pop(), stop.end, machine.protocol, frozenset(machine.names))
     except (EOFError, struct.error):
-        fault: PickleFault = CutShort(MALFORMED)
+        wrong: PickleFault = CutShort(MALFORMED)
     except IndexError:
-        fault = Malformed(MALFORMED)
+        wrong = Malformed(MALFORMED)
     except BadKey as key:
-        fault = PickleFault(f"its pickle uses {key} as a key")
+        wrong = PickleFault(f"its pickle uses {key} as a key")
     except PickleFault as own:
-        fault = own
-    fault.names, fault.called = frozenset(machine.names) | fault.names, machine.called or fault.called
+        wrong = own
+    wrong.names, wrong.called = frozenset(machine.names) | wrong.names, machine.called or wrong.called
     try:
-        raise fault from None
+        raise wrong from None
     finally:
-        del fault  # its traceback holds this frame, and so the machine
+        del wrong  # its traceback holds this frame, and so the machine
 
 
-def _run(machine: Machine, position: int) -> NoReturn:
-    """Run opcode after opcode; the nine that make up most of a state dict are inlined here."""
+def _run(machine: Machine, position: int, steps: Iterator[None]) -> NoReturn:
+    """Run opcode after opcode; those that make up most of a state dict are inlined here."""
     handlers = [partial(unknown, machine)] * 256
     for opcode, operation in OPCODES.items():
         handlers[opcode[0]] = partial(operation, machine)
     data, memo, far, below, stack = machine.data, machine.memo, machine.far, machine.below, machine.stack
     shortcuts = machine.shortcuts
     try:
-        while True:
+        for _ in steps:
             code = data[position]
             if code == LONG_BINPUT:
                 index = uint4(data, position + 1)[0]
@@ -201,6 +207,12 @@ def _run(machine: Machine, position: int) -> NoReturn:
             elif code == EMPTY_TUPLE:
                 stack.append(())
                 position += 1
+            elif code == NONE:
+                stack.append(None)
+                position += 1
+            elif code == POP and stack:
+                stack.pop()
+                position += 1
             else:
                 position = handlers[code](position + 1)
                 stack = machine.stack
@@ -208,3 +220,4 @@ def _run(machine: Machine, position: int) -> NoReturn:
         if position + 1 < machine.size:
             raise
         raise EOFError from None
+    fault("its pickle has more steps than are followed")

@@ -97,38 +97,42 @@ def headers(whole: ref.ByteRange) -> Iterator[tuple[str, bytes, ref.ByteRange]]:
     position = 0
     while position + BLOCK <= whole.nbytes and any(header := whole.part(position, BLOCK).read()):
         folder, name = _text(header[345:500]), _text(header[:100])
-        name, size = f"{folder}/{name}" if folder else name, _number(whole.source, header[124:136])
+        name, size = f"{folder}/{name}" if folder else name, _number_of(header[124:136])
         if not is_header(header):
             raise Damaged(whole.path, "its tar is malformed: a header's checksum does not fit")
+        if size is None:
+            raise Damaged(whole.path, "its tar is malformed: a number in a header is none")
         kind = header[156:157]
         if kind in WITHOUT_CONTENTS or (kind == b"\0" and name.endswith("/")):  # whatever size it states
             size = 0
         position += BLOCK
-        if position + size > whole.nbytes:
+        yield name, kind, whole.part(position, max(0, min(size, whole.nbytes - position)))
+        if not 0 <= size <= whole.nbytes - position:  # a reader has had what there is of it
             raise Damaged(whole.path, f"is cut short in '{name[:80]}'")
-        yield name, kind, whole.part(position, size)
         position += size + -size % BLOCK
 
 
 def is_header(block: bytes) -> bool:
-    """Return whether a block has the checksum of a tar's header, whether it says `ustar` or not."""
-    digits = block[148:156].partition(b"\0")[0].strip(b" ")
-    is_number = len(block) == BLOCK and bool(digits) and not digits.strip(b"01234567")
-    return is_number and sum(block) - sum(block[148:156]) + 8 * ord(" ") == int(digits, 8)
+    """Return whether a block has the checksum of a tar's header, of bytes that are signed or not."""
+    if len(block) < BLOCK or not any(block):
+        return False
+    others = block[:148] + 8 * b" " + block[156:BLOCK]
+    signed = sum(others) - 256 * sum(byte > 127 for byte in others)
+    return _number_of(block[148:156]) in (sum(others), signed)
+
+
+def _number_of(field: bytes) -> int | None:
+    """A number of a header: in base 8 as Python reads it, or the bytes of a large one; None if it is none."""
+    if field[0] in (0o200, 0o377):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0o377 else 0)
+    try:
+        return int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
+    except ValueError:
+        return None
 
 
 def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-
-
-def _number(source: ref.Source, field: bytes) -> int:
-    """A number of a header: octal digits, or for a large one its bytes."""
-    if field[0] == 0o200:
-        return int.from_bytes(field[1:], "big")
-    digits = field.partition(b"\0")[0].strip(b" ")
-    if digits.strip(b"01234567"):
-        raise Damaged(source.path, "its tar is malformed: a number in a header is none")
-    return int(digits or b"0", 8)
 
 
 class _Member:
