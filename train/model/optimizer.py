@@ -12,6 +12,7 @@ a factory too. What its `state_dict` does not hold is lost on a resume, so that 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import io
