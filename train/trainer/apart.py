@@ -20,6 +20,7 @@ from ckpttool.distributed.plan import Plan
 from ckpttool.distributed.randomness import seeded
 from ckpttool.distributed.uneven import buffers_restored, modes_kept
 from ckpttool.errors import UsageFault
+from ckpttool.models import factory
 from train.data.samples import count, digest_of
 from train.data.stream import Stream
 from train.model import wrapping
@@ -76,7 +77,7 @@ def stateful(trial: Trial, passed: nn.Module, model: nn.Module, size: int, ranks
     names = [name for name, value in after.items() if not _same(value, before.get(name))]
     if not names:
         return NOTHING
-    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    one, other = factory.copy_of(model), factory.copy_of(model)
     try:
         if _pass(trial, one, size, 0) == _pass(trial, passed, size, 0):
             names = [name for name in names if not _counts(before.get(name), after[name])]
