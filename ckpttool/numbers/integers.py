@@ -225,7 +225,7 @@ def of_experts(parts: PackedParts, name: str) -> Group:
 
 def fp4_rows(parts: PackedParts, name: str, scale: str, *, needs_whole: bool = True) -> Group:
     """Return packed rows with their scales as a group: fp8 scales with a global one, or powers of two."""
-    weight, given = parts.of(parts.lead, "uint8 int8"), parts.need(scale)
+    weight, given = parts.of(parts.lead, "uint8 int8 float4"), parts.need(scale)
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
     rows, columns = weight.shape[0], weight.shape[1] * 2
     size = OF_MX if given.dtype.name in EXPONENTS else OF_NV
@@ -234,7 +234,7 @@ def fp4_rows(parts: PackedParts, name: str, scale: str, *, needs_whole: bool = T
     parts.require(columns % size == 0, parts.lead, what)
     has_whole = size == OF_NV and (needs_whole or f"{name}_scale_2" in parts.tensors)
     field = with_whole(parts, name, elements(given)) if has_whole else scales(elements(given))
-    codes = packed(elements(weight), Packing(4, 1), columns)
+    codes = packed(elements(replace(weight, dtype=DTYPES["uint8"])), Packing(4, 1), columns)
     formula = Formula(codes, of_levels(), (Grid(scale, field, (1, size)),))
     kind = "MXFP4" if size == OF_MX else "NVFP4"
     return parts.group(name, kind, parts.settings.dtype, codes.shape, formula)
@@ -276,7 +276,9 @@ def scale_of(tensors: Mapping[str, TensorRef], name: str) -> str | None:
 def scaled(parts: PackedParts, scale: str) -> Group:
     """Return a weight of fp8 or int8 with its scale as a group. Raises Refused where they don't fit."""
     weight, given = parts.tensors[parts.lead], parts.of(scale, "float bfloat uint8")
-    if weight.dtype.name == "uint8" or (weight.dtype.name == "int8" and given.dtype.name in EXPONENTS):
+    if weight.dtype.name in ("uint8", "float4_e2m1fn_x2") or (
+        weight.dtype.name == "int8" and given.dtype.name in EXPONENTS
+    ):
         return fp4_rows(parts, parts.lead, scale)
     grid, words = grid_over(parts, scale, weight.shape)
     zero = None

@@ -176,7 +176,14 @@ READ = re.compile(rf"[._]g_idx$|_shape$|_format$|_quant$|quant_map$|{re.escape(i
 NONE = QuantizationSettings()
 
 # Types of what holds codes, or the settings of bitsandbytes
-HOLDING = {"int32", "uint32", "uint8", "int8", *(name for name in DTYPES if name.startswith("float8"))}
+HOLDING = {
+    "int32",
+    "uint32",
+    "uint8",
+    "int8",
+    "float4_e2m1fn_x2",
+    *(name for name in DTYPES if name.startswith("float8")),
+}
 
 Make = Callable[[PackedParts], Group]
 

@@ -169,6 +169,19 @@ def test_rows_with_powers_of_two(tmp_path: Path, name: str, dtype: torch.dtype) 
     assert equal(plain(tmp_path / "a.pt")[0]["l.weight"], expected.bfloat16())
 
 
+@pytest.mark.parametrize("name", ["weight", "weight_packed"])
+def test_codes_may_be_of_the_type_of_four_bits(tmp_path: Path, name: str) -> None:
+    packed, exponents = in_bytes(6, 32), torch.randint(100, 150, (6, 2), dtype=torch.uint8)
+    scale = (torch.rand(6, 4) * 400).to(torch.float8_e4m3fn)
+    powers = (2.0 ** (exponents.double() - 127)).float()
+    codes = packed.view(torch.float4_e2m1fn_x2)
+    micro = {f"l.{name}": codes, "l.weight_scale": exponents.view(torch.float8_e8m0fnu)}
+    assert equal(weight(tmp_path, micro), (halves(packed) * powers.repeat_interleave(32, 1)).bfloat16())
+    whole = {f"l.{name}": codes, "l.weight_scale": scale, "l.weight_scale_2": torch.tensor(3.7)}
+    both = (scale.float() * torch.tensor(3.7)).repeat_interleave(16, 1)
+    assert equal(weight(tmp_path, whole), (halves(packed) * both).bfloat16())
+
+
 def test_the_ends_of_the_powers_of_two(tmp_path: Path) -> None:
     packed, exponents = in_bytes(2, 16), torch.tensor([[0], [254]], dtype=torch.uint8)
     tensors = {"l.weight_packed": packed, "l.weight_scale": exponents}

@@ -191,7 +191,7 @@ class _Encoder:
 def _is_whole(tensor: ref.TensorRef) -> bool:
     """Return whether a tensor is its whole storage, in an element type that the file can hold."""
     is_all = tensor.is_contiguous and tensor.nbytes == tensor.storage.nbytes
-    return is_all and not (tensor.conj or tensor.neg) and tensor.dtype.safetensors is not None
+    return is_all and not (tensor.conj or tensor.neg) and tensor.is_holdable
 
 
 def flat(storage: ref.Storage, dtype: ref.DType | None = None) -> ref.TensorRef:

@@ -80,11 +80,10 @@ RESERVED = (*OF_TORCH, full.ENTRY)
 # The order in which the library writes types: widest first, and within a width as its source lists them.
 ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
-    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 BY_NAME = {dtype.safetensors: dtype for dtype in ref.DTYPES.values() if dtype.safetensors}
-BY_NAME["F8_E8M0"] = ref.DTYPES["float8_e8m0fnu"]  # the format has it; the library's torch part can't save it
 
 
 def sniff(head: bytes) -> bool:
@@ -207,6 +206,12 @@ def _form(
     dtype = BY_NAME.get(type_name)
     if dtype is None:
         raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
+    if type_name == ref.FOURS:
+        if not shape or shape[-1] % 2:
+            count = shape[-1] if shape else 1
+            what = f"tensor '{name[:80]}' has F4 in rows of {count}, and torch's share a byte by two"
+            raise Unsupported(source.path, what)
+        shape = (*shape[:-1], shape[-1] // 2)
     if ref.extent(shape) * dtype.itemsize > ref.MAX_BYTES:
         raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
     if len(shape) > ref.MAX_AXES:
@@ -241,7 +246,7 @@ def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output)
 def in_order(path: str, tensors: Tensors) -> Tensors:
     """Return tensors in the library's order; refuse the first that the format can't hold."""
     types = [*map(attrgetter("dtype.safetensors"), tensors.values())]
-    if METADATA in tensors or None in types:
+    if METADATA in tensors or None in types or ref.FOURS in types:
         for name, tensor in tensors.items():
             _require_holdable(path, name, tensor)
     ordered = sorted(zip(map(RANK.__getitem__, types), tensors, tensors.values(), strict=True))
@@ -282,8 +287,9 @@ def _require_holdable(path: str, name: str, tensor: ref.TensorRef) -> None:
     if name == METADATA:
         reason = f"safetensors can't hold a tensor named '{name}'"
         raise Refused(path, reason, hint="write a .pt file instead")
-    if tensor.dtype.safetensors is None:
-        reason = f"safetensors can't hold '{name}': it has no type {tensor.dtype.name}"
+    if not tensor.is_holdable:
+        what = f"type {tensor.dtype.name}" + (" without an axis" if tensor.dtype.safetensors else "")
+        reason = f"safetensors can't hold '{name}': it has no {what}"
         raise Refused(path, reason, hint="write a .pt file instead, which keeps every type")
 
 
@@ -316,6 +322,7 @@ def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int =
 
 def _form_text(dtype: str | None, shape: Shape) -> str:
     """Return what a tensor's entry says before its place."""
+    shape = (*shape[:-1], 2 * shape[-1]) if dtype == ref.FOURS else shape
     return f':{{"dtype":{_json(dtype)},"shape":{_json(shape)},"data_offsets":['
 
 

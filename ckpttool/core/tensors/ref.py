@@ -37,6 +37,8 @@ class DType:
         return self.storage or "UntypedStorage"
 
 
+FOURS = "F4"  # the type of safetensors whose shape counts numbers, where torch counts bytes of two
+
 # The floats that need no scale beside them: what is averaged, added to, scaled and made fp8.
 PLAIN_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -60,7 +62,8 @@ DTYPES = {
         ("float8_e5m2", 1, None, "F8_E5M2"),
         ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
         ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
-        ("float8_e8m0fnu", 1, None, None),
+        ("float8_e8m0fnu", 1, None, "F8_E8M0"),
+        ("float4_e2m1fn_x2", 1, None, "F4"),  # two in a byte, which torch counts as one element
         ("complex128", 16, "ComplexDoubleStorage", None),
         ("complex64", 8, "ComplexFloatStorage", "C64"),
         ("complex32", 4, None, None),
@@ -72,7 +75,7 @@ DTYPES = {
         ("quint4x2", 1, "QUInt4x2Storage", None),
         ("quint2x4", 1, "QUInt2x4Storage", None),
         ("bits16", 2, None, None),
-        *((name, 1, None, None) for name in ("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2")),
+        *((name, 1, None, None) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
     )
 }
 
@@ -506,6 +509,12 @@ class TensorRef:
         """A key that two tensors share exactly when one is another name for the other."""
         layout = (self.offset, self.shape, self.stride, self.conj, self.neg)
         return id(self.storage), self.dtype.name, *layout
+
+    @property
+    def is_holdable(self) -> bool:
+        """Whether safetensors has its type in its shape: two F4 need an axis that counts them."""
+        name = self.dtype.safetensors
+        return name is not None and bool(self.shape or name != FOURS)
 
     @property
     def nbytes(self) -> int:

@@ -67,14 +67,20 @@ def savable(name: str) -> bool:
 SAVABLE = [name for name, dtype in DTYPES.items() if dtype.safetensors and savable(name)]
 
 
+def cast(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Return small integers in a type; of F4, which torch casts nothing to, they are the bits."""
+    dtype = getattr(torch, name)
+    return values.to(torch.uint8).view(dtype) if name == "float4_e2m1fn_x2" else values.to(dtype)
+
+
 @pytest.mark.parametrize("name", SAVABLE)
 def test_a_tensor_of_each_type_gives_the_bytes_of_save_file(name: str, tmp_path: Path) -> None:
-    state = {"t": torch.arange(11).to(getattr(torch, name))}
+    state = {"t": cast(torch.arange(11), name)}
     assert converted(state, tmp_path) == saved_by_the_library(state, tmp_path)
 
 
 def test_all_types_together_stand_in_the_order_of_save_file(tmp_path: Path) -> None:
-    state = {f"{i}.{name}": torch.arange(3).to(getattr(torch, name)) for i, name in enumerate(SAVABLE)}
+    state = {f"{i}.{name}": cast(torch.arange(3), name) for i, name in enumerate(SAVABLE)}
     assert converted(state, tmp_path) == saved_by_the_library(state, tmp_path)
 
 
@@ -114,7 +120,8 @@ def test_any_tensors_give_the_bytes_of_save_file(wanted: dict[str, Any], random:
     state = {}
     for name, (dtype, shape) in wanted.items():
         bits = torch.tensor([random.randrange(2) for _ in range(torch.Size(shape).numel())])
-        state[name] = bits.to(getattr(torch, dtype)).reshape(shape)
+        # The library fails for F4 without an axis.
+        state[name] = cast(bits, dtype).reshape(shape or (*[1] * (dtype == "float4_e2m1fn_x2"),))
     with tempfile.TemporaryDirectory() as folder:
         assert converted(state, Path(folder)) == saved_by_the_library(state, Path(folder))
 
@@ -241,7 +248,7 @@ def test_a_tensor_that_is_named_like_the_format_makes_no_tie_of_it(tmp_path: Pat
     assert checkpoint.metadata == {"format": "pt"}
 
 
-@pytest.mark.parametrize("dtype", ["complex128", "complex32", "bits8", "float8_e8m0fnu"])
+@pytest.mark.parametrize("dtype", ["complex128", "complex32", "bits8", "bits16"])
 def test_a_type_that_the_format_lacks_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
     if not hasattr(torch, dtype):
         pytest.skip(f"this torch has no {dtype}")
