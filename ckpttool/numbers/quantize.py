@@ -14,6 +14,7 @@ from typing import Any
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.module_tree import EMBEDDINGS, POSITIONS, orientations
 from ..core.checkpoint.selection import cast, replace_state
+from ..core.checkpoint.settings import require_unpacked
 from ..core.checkpoint.special_tensors import require_plain, with_plain_tensor
 from ..core.checkpoint.state import State
 from ..core.lazy import NDArray, np
@@ -199,7 +200,8 @@ def quantize(
     Raises:
         UsageFault: there is no such scheme.
         NothingToDo: no matrix is to be quantised.
-        Refused: once it is written, a matrix holds a NaN, an infinity or more than float32 does.
+        Refused: a tensor is packed already; or once it is written, a matrix holds a NaN, an infinity or more
+            than float32 does.
         Collision: the name of a scale is taken.
         NoState: there is no state, or none at `state`.
     """
@@ -207,6 +209,7 @@ def quantize(
         raise UsageFault(f"'{scheme}' is no scheme", hint=f"one of {', '.join(SCHEMES)}")
     target = checkpoint.state(state)
     require_plain(checkpoint.path, target.likes, "can't be quantised")
+    require_unpacked(checkpoint, target, "nothing would say of which scheme each tensor is")
     turned = {parent for parent, is_turned in orientations(target.tensors) if is_turned}
     stays = {t.view for name, t in target.tensors.items() if not _is_chosen(name, t, turned)}
     matrices = {name: tensor for name, tensor in target.tensors.items() if tensor.view not in stays}

@@ -273,6 +273,72 @@ def test_other_commands_know_what_is_declared(tmp_path: Path, capsys: pytest.Cap
     assert torch.allclose(got["l.weight"], exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_file_that_is_packed_in_part_is_not_packed_in_another_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_declared: bool
+) -> None:
+    parts, _ = fp8(torch.float8_e4m3fn)
+    more = {"l.comfy_quant": mark("float8_e4m3fn")} if is_declared else {}
+    path = str(written(tmp_path, {**parts, **more, "k.weight": torch.randn(128, 128)}))
+    assert run(["convert", path, str(tmp_path / "q.safetensors"), "--quantize", "fp8"]) == 3
+    assert "'l.weight' is packed" in capsys.readouterr().err
+    both = ["convert", path, str(tmp_path / "q.safetensors"), "--dequantize", "--quantize", "fp8"]
+    assert run(both) == 0
+
+
+def test_layers_that_are_left_out_are_no_longer_declared(tmp_path: Path) -> None:
+    parts, expected = nvfp4()
+    more = {f"k{name[1:]}": tensor.clone() for name, tensor in parts.items()}
+    said = header({"l": {"format": "nvfp4"}, "k": {"format": "nvfp4"}})
+    path = str(written(tmp_path, {**parts, **more}, metadata=said))
+    assert run(["convert", path, str(tmp_path / "one.safetensors"), "--only", "l.*"]) == 0
+    with safe_open(tmp_path / "one.safetensors", "pt") as file:
+        assert [*json.loads(file.metadata()["_quantization_metadata"])["layers"]] == ["l"]
+    assert equal(plain(tmp_path / "one.safetensors", "float32")[0]["l.weight"], expected)
+
+
+HOSTILE = {
+    "deep": "[" * 50_000,
+    "deep settings": '{"format": "nvfp4", "params": ' + "[" * 3000 + "]" * 3000 + "}",
+    "a list": "[1]",
+    "no format": "{}",
+    "a format that is a list": '{"format": []}',
+    "a size of truth": '{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": true}',
+    "a huge size": '{"format": "int8_tensorwise", "convrot": 1, "convrot_groupsize": 4e99}',
+    "a negative shape": '{"format": "nvfp4", "orig_shape": [-1, 2]}',
+    "a shape of text": '{"format": "nvfp4", "orig_shape": "ab"}',
+    "another group": '{"format": "nvfp4", "group_size": 32}',
+    "a type that is a list": '{"format": "nvfp4", "orig_dtype": [1]}',
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_settings_of_any_kind_are_refused_without_a_traceback(tmp_path: Path, text: str) -> None:
+    parts, _ = nvfp4() if "nvfp4" in text else int8()
+    raw = torch.tensor([*text.encode()], dtype=torch.uint8)
+    assert refusal(tmp_path, {**parts, "l.comfy_quant": raw})
+    for wrong in (
+        raw[:0],
+        torch.ones(2, 2, dtype=torch.uint8),
+        torch.ones(3),
+        torch.zeros(1 << 17, dtype=torch.uint8),
+    ):
+        assert refusal(tmp_path, {**parts, "l.comfy_quant": wrong})
+
+
+def test_empty_and_tiny_matrices_of_each_format(tmp_path: Path) -> None:
+    for form, unit, dtype in (("nvfp4", 16, torch.uint8), ("mxfp8", 32, torch.float8_e4m3fn)):
+        scales = torch.float8_e4m3fn if form == "nvfp4" else torch.uint8
+        for rows, columns in ((0, unit), (3, 0), (1, unit)):
+            parts = {
+                "l.weight": torch.zeros(rows, columns // (2 if form == "nvfp4" else 1)).to(dtype),
+                "l.weight_scale": torch.ones(512 if rows and columns else 0).to(scales),
+                "l.comfy_quant": mark(form),
+            }
+            parts |= {"l.weight_scale_2": torch.tensor(1.0)} if form == "nvfp4" else {}
+            assert weight(tmp_path, parts).shape == (rows, columns)
+
+
 def test_mlx_is_named(tmp_path: Path) -> None:
     tensors = {
         "l.weight": torch.ones(4, 8).to(torch.uint32),
