@@ -140,6 +140,8 @@ def declared(checkpoint: Checkpoint, state: State) -> dict[str, Declared] | None
     """
     tensors, text = state.tensors, checkpoint.metadata.get(COMFY_TEXT)
     marks = {f"{name.removesuffix(MARK[1:])}weight": name for name in tensors if f".{name}".endswith(MARK)}
+    if any(COMFY_TEXT in each for each in checkpoint.unread):
+        raise Unsupported(checkpoint.path, f"each of its files has a {COMFY_TEXT} of its own in its header")
     if text is None and not marks:
         return None
     layers = _layers(checkpoint.path, text) if text is not None else {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.core.checkpoint import selection
@@ -295,6 +296,33 @@ def test_layers_that_are_left_out_are_no_longer_declared(tmp_path: Path) -> None
     with safe_open(tmp_path / "one.safetensors", "pt") as file:
         assert [*json.loads(file.metadata()["_quantization_metadata"])["layers"]] == ["l"]
     assert equal(plain(tmp_path / "one.safetensors", "float32")[0]["l.weight"], expected)
+
+
+@pytest.mark.parametrize("out", ["out.pt", "dcp/ --to dcp", "bin/ --to torch-sharded"])
+def test_no_format_loses_what_a_header_declares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    name, *to = out.split()
+    parts, expected = nvfp4()
+    path = str(written(tmp_path, parts, metadata=header({"l": {"format": "nvfp4"}})))
+    assert run(["convert", path, f"{tmp_path}/{name}", *to]) == 3
+    assert "says in its header how tensors are packed" in capsys.readouterr().err
+    assert run(["convert", path, f"{tmp_path}/{name}", *to, "--dequantize", "--dtype", "fp32"]) == 0
+    with ckpttool.open(f"{tmp_path}/{name}") as checkpoint:
+        assert equal(torch.from_numpy(checkpoint.state()["l.weight"].numpy()), expected)
+    parts["l.comfy_quant"] = mark("nvfp4")  # which is a tensor, and goes everywhere
+    path = str(written(tmp_path, parts))
+    assert run(["convert", path, f"{tmp_path}/two.pt"]) == 0
+    assert equal(plain(tmp_path / "two.pt", "float32")[0]["l.weight"], expected)
+
+
+def test_shards_that_declare_each_its_own_are_refused(tmp_path: Path) -> None:
+    for number, name in enumerate("lk", 1):
+        parts = {f"{name}{key[1:]}": tensor for key, tensor in nvfp4()[0].items()}
+        file = tmp_path / f"model-0000{number}-of-00002.safetensors"
+        save_file(parts, file, header({name: {"format": "nvfp4"}}))
+    with pytest.raises(ckpttool.CkptToolError, match="of its own in its header"):
+        plain(tmp_path / ".")
 
 
 HOSTILE = {

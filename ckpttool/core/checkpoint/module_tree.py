@@ -17,6 +17,7 @@ from .state import BUFFERS
 
 KINDS_TEXT = "batchnorm.kinds"  # its name in the header
 COMFY_TEXT = "_quantization_metadata"  # that of ComfyUI's settings of packed layers
+TORCHAO_TEXT = "tensor_names"  # that of torchao's list of tensors that it took apart
 
 
 EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared", "embeddings"}
@@ -38,6 +39,14 @@ def is_output(name: str) -> bool:
 def kinds_in(metadata: Mapping[str, str]) -> dict[Any, object]:
     """Return layer -> kind, as a conversion has recorded them; whatever else is there counts for nothing."""
     return _object(metadata, KINDS_TEXT)
+
+
+def declares_packing(metadata: Mapping[str, str]) -> str:
+    """Return the name of the text by which a header says how its tensors are packed; "" for none."""
+    if COMFY_TEXT in metadata and _object(metadata, COMFY_TEXT).get("layers", True):
+        return COMFY_TEXT
+    is_of_torchao = any('"_type"' in text for text in metadata.values())
+    return TORCHAO_TEXT if TORCHAO_TEXT in metadata and is_of_torchao else ""
 
 
 def _object(metadata: Mapping[str, str], name: str) -> dict[Any, Any]:

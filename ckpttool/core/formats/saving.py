@@ -16,6 +16,7 @@ from .. import system
 from ..checkpoint import full
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
 from ..checkpoint.checksums import Checksums, each_once, reads_of, require_made
+from ..checkpoint.module_tree import declares_packing
 from ..checkpoint.special_tensors import require_plain
 from ..files.copying import DryOutput, Output, Planned
 from ..files.resuming import Attempt
@@ -59,6 +60,12 @@ class SavePlan:
             what = f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it"
             hint = "write .safetensors, or extract the state first: ckpttool slim"
             raise Refused(checkpoint.path, what, hint=hint)
+        if not target.has_metadata and (said := declares_packing(checkpoint.metadata)):
+            what = (
+                f"says in its header how tensors are packed ({said}), and {self.format} has no place for that"
+            )
+            plain = f"ckpttool convert {shlex.quote(checkpoint.path)} plain.safetensors --dequantize"
+            raise Refused(checkpoint.path, what, hint=f"write safetensors, or make it plain: {plain}")
         special = {} if self.state is None else self.state.likes
         if self.format == folders.DCP and not self.full:
             special = dict(checkpoint.special_tensors())
