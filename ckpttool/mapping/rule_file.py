@@ -29,24 +29,37 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import accumulate
 from math import isfinite
 from typing import Any
 
 from ..core.remote.places import open_source_at
-from ..errors import Damaged, UsageFault
+from ..errors import LONGEST, Damaged, UsageFault
 from .rules import RESTS, TEXTS, Drop, MapRules, Rule, Tie, ValueCount, templates
 from .verbs import VERBS, WRITTEN, Number, Verb, parsed
 from .verbs import text as toml
 
 MAX_BYTES = 16 << 20  # of a rule file: one with a rule for each of 100,000 tensors has that many
 
-# A dotted key costs the square of its length, digits too, and nested brackets the interpreter's stack.
-DEEP = re.compile(r"(?:[\w-]+\s*\.\s*){9}|(?:[\[{]\s*){9}|[0-9A-Fa-fxob_]{40}")
-QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*')
+MAX_RULES = 100_000
+MAX_STEPS = 64  # of a rule: each is a function that calls the one before
+MAX_DEEP = 8  # brackets inside one another, and parts of a key with dots
+MAX_ENTRIES = 2_000_000  # lists, tables, keys and commas
+MAX_LIST = 1_000  # sizes, numbers and counts in one list or table
+PATIENCE = 60.0  # seconds to read all rules, and as many to find their names
+
+# A dotted key costs the square of its length, digits too, and nested brackets the interpreter's stack. Each
+# of these patterns, and of the text before them, is followed once: none can fail after a long way.
+LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{MAX_DEEP}}}")
+LONG_NUMBER = re.compile(r"[0-9A-Fa-fxob_]{40}")
+QUOTED = re.compile(r'"[^"\n]*"?|\'[^\'\n]*\'?|#[^\n]*')
+
+FEWER = "placeholders say several names in one rule: ckpttool maps shows how"
 
 ENTRIES = {*TEXTS, "rest", "numbers", "counts", "rule"}
 OF_RULES = {
@@ -82,9 +95,15 @@ def step_of(table: Mapping[str, Any]) -> Verb:
 def _of_kind(where: str, value: Any, name: str) -> Any:
     """Return the value of a field, lists as tuples. Raises UsageFault for one of another kind."""
     if isinstance(value, list):
-        value = tuple(value)
+        value = tuple(_short(value, where))
     if not KINDS[name](value):
         raise UsageFault(f"{where} = {value!r} is of another kind than it takes")
+    return value
+
+
+def _short(value: list[Any], where: str) -> list[Any]:
+    if len(value) > MAX_LIST:
+        raise UsageFault(f"{where} lists {len(value):,}, and may list {MAX_LIST:,}")
     return value
 
 
@@ -125,11 +144,14 @@ def read(path: str) -> MapRules:
     except UnicodeDecodeError:
         raise Damaged(path, "is no text in UTF-8") from None
     except UsageFault as fault:
-        raise UsageFault(f"{path}: {fault.message}", hint=fault.hint) from None
+        said = fault.message
+        said = said if len(said) <= LONGEST else f"{said[: LONGEST // 2]} … {said[-LONGEST // 2 :]}"
+        raise UsageFault(f"{path}: {said}", hint=fault.hint) from None
 
 
 def rules_in(text: str) -> MapRules:
-    """Return the rules that a text holds. Raises UsageFault, which names what is wrong."""
+    """Return the rules that a text holds. Raises UsageFault, which names what is wrong, or the limit."""
+    until = time.monotonic() + PATIENCE
     table = _toml(text)
     _require_known(table, ENTRIES, "a rule file")
     texts = {name: _text(table.get(entry, ""), entry) for entry, name in TEXTS.items()}
@@ -141,8 +163,15 @@ def rules_in(text: str) -> MapRules:
     listed = table.get("rule", [])
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed) or not listed:
         raise UsageFault("it has no rules", hint="each begins with [[rule]]")
-    rules = tuple(_rule_at(number, each, text, len(listed)) for number, each in enumerate(listed))
-    return MapRules(rules, rest, numbers, counts, **texts)
+    if len(listed) > MAX_RULES:
+        raise UsageFault(f"it has {len(listed):,} rules, and may have {MAX_RULES:,}", hint=FEWER)
+    rules: list[Rule | Drop | Tie] = []
+    for number, each in enumerate(listed):
+        if time.monotonic() > until:
+            what = f"{number:,} of its {len(listed):,} rules took {PATIENCE:.0f} s to be read"
+            raise UsageFault(what, hint=FEWER)
+        rules.append(_rule_at(number, each, text, len(listed)))
+    return MapRules(tuple(rules), rest, numbers, counts, **texts)
 
 
 HEAD = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
@@ -160,13 +189,33 @@ def _rule_at(number: int, table: Mapping[str, Any], text: str, count: int) -> Ru
 
 def _toml(text: str) -> dict[str, Any]:
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    if DEEP.search(QUOTED.sub("", text)):
-        raise UsageFault("it is not TOML of a rule file: a key, a number or brackets in it go on and on")
+    if what := _too_much(text):
+        raise UsageFault(f"it is not TOML of a rule file: it has {what}")
     try:
         table: dict[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageFault(f"it is not TOML: {str(error)[:200]}") from None
     return table
+
+
+def _too_much(text: str) -> str:
+    """Return what a text has more of than a rule file, in time that grows with its length; "" if nothing."""
+    # A word in the place of each text, as it may be a part of a key.
+    bare = QUOTED.sub(
+        lambda found: "" if found[0][0] == "#" else "q", text.replace("\\\\", "").replace('\\"', "")
+    )
+    if LONG_KEY.search(bare):
+        return f"a key of more than {MAX_DEEP} parts"
+    if LONG_NUMBER.search(bare):
+        return "a number of more than 40 digits"
+    if sum(map(bare.count, "[{,=")) > MAX_ENTRIES:
+        return f"more than {MAX_ENTRIES:,} lists, tables, keys and commas"
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[][{}]", bare))
+    return (
+        f"more than {MAX_DEEP} brackets inside one another"
+        if max(accumulate(steps), default=0) > MAX_DEEP
+        else ""
+    )
 
 
 def _require_known(table: Mapping[str, Any], known: set[str], what: str) -> None:
@@ -191,6 +240,8 @@ def _table(table: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = table.get(name, {})
     if not isinstance(value, dict):
         raise UsageFault(f"{name} = {value!r} is no table")
+    if len(value) > MAX_LIST:
+        raise UsageFault(f"[{name}] has {len(value):,} entries, and may have {MAX_LIST:,}")
     return value
 
 
@@ -205,7 +256,7 @@ def _expression(value: object, where: str) -> Number:
 
 def _number(value: object, where: str) -> Number | tuple[Number, ...]:
     if isinstance(value, list):
-        return tuple(_expression(each, where) for each in value)
+        return tuple(_expression(each, where) for each in _short(value, where))
     return _expression(value, where)
 
 
@@ -248,8 +299,14 @@ def _moving(table: Mapping[str, Any]) -> Rule:
     if not isinstance(optional, bool | str):
         hint = "optional = true, 'all', or the name of a group of rules"
         raise UsageFault(f"optional = {optional!r}", hint=hint)
+    if len(steps) > MAX_STEPS:
+        raise UsageFault(f"a rule has {len(steps):,} steps, and may have {MAX_STEPS}")
     return Rule(sources, targets, tuple(map(step_of, steps)), optional)
 
 
 def _names(value: object, side: str) -> tuple[str, ...]:
-    return tuple(_text(each, side) for each in value) if isinstance(value, list) else (_text(value, side),)
+    return (
+        tuple(_text(each, side) for each in _short(value, side))
+        if isinstance(value, list)
+        else (_text(value, side),)
+    )

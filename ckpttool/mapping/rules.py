@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
 
 from ..errors import Irreversible, UsageFault
@@ -19,6 +20,9 @@ from .verbs import Number, Stack, Unstack, Verb, lines
 
 TOKEN = re.compile(r"(\{\{|\}\})|\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]+))?\}|([{}])")
 NUMBER, ANY = "0|[1-9][0-9]{0,17}", ".+"  # a number is written in one way only
+MAX_FIELDS = 16  # placeholders in one template
+MAX_WORDS = 1_000  # for which one stands
+MAX_UNSURE = 2  # placeholders whose end only the rest of a name tells: each way is tried
 MAX_ANY = 1  # placeholders for any text in one template: more would be matched in more ways than one
 
 Bindings = Mapping[str, str]
@@ -66,10 +70,15 @@ def templates(texts: Iterable[str]) -> tuple[NameTemplate, ...]:
     texts = tuple(texts)
     kinds: dict[str, str] = {}
     for text in texts:
+        if "{" not in text:
+            continue
         for _, name, kind, _ in TOKEN.findall(text):
             if kind and kinds.setdefault(name, kind) != kind:
                 what = f"the placeholder '{name}' is described in two ways, '{kinds[name]}' and '{kind}'"
                 raise UsageFault(f"'{text}': {what}", hint="describe it once")
+            if kind.count("|") >= MAX_WORDS:
+                what = f"'{name}' stands for {kind.count('|') + 1:,} words, and may stand for {MAX_WORDS:,}"
+                raise UsageFault(what, hint="{rest:*} stands for any text")
     return tuple(_compiled(text, kinds) for text in texts)
 
 
@@ -101,10 +110,28 @@ def _compiled(text: str, kinds: Mapping[str, str]) -> NameTemplate:
     expression += re.escape(before)
     if sum(kinds.get(field) == "*" for field in fields) > MAX_ANY:
         raise UsageFault(f"'{text}': two placeholders for any text match a name in several ways")
+    if len(fields) > MAX_FIELDS:
+        raise UsageFault(f"'{text[:80]}': it has {len(fields):,} placeholders, and may have {MAX_FIELDS}")
+    pairs = pairwise(parts)
+    unsure = [field for (_, field), (sep, _) in pairs if field and _is_unsure(kinds.get(field), sep)]
+    if len(unsure) > MAX_UNSURE:
+        what = (
+            f"where {len(unsure)} of its placeholders end only the rest of a name tells, '{unsure[0]}' first"
+        )
+        raise UsageFault(f"'{text[:80]}': {what}", hint=f"{MAX_UNSURE} may be so: end them in a dot")
     numbers = frozenset(field for field in fields if field not in kinds)
     words = {field: tuple(kinds[field].split("|")) for field in fields if kinds.get(field, "*") != "*"}
     name, pattern = (None, re.compile(expression, re.DOTALL)) if fields else (before, None)
     return NameTemplate(text, tuple(fields), numbers, words, name, pattern, tuple(parts))
+
+
+def _is_unsure(kind: str | None, after: str) -> bool:
+    """Return whether a value may end in several places before the text that follows it."""
+    if kind is None:
+        return after[:1].isdigit()
+    words = {*kind.split("|")}
+    ends = ((word, at) for word in words for at in range(1, len(word)) if word[at] == after[:1])
+    return kind != "*" and any(word[:at] in words for word, at in ends)
 
 
 def _values(kind: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ..core.tensors.cast import CastReport
 from ..core.tensors.ref import TensorRef
 from ..core.tensors.values import same_values
 from ..errors import Collision, Refused, UsageFault
+from .rule_file import FEWER, PATIENCE
 from .rules import Drop, MapRules, NameTemplate, Rule, Side, Tie, ValueCount, templates
 from .verbs import Bundle, Index, RuleContext, Unknown, VerbMisfit, entry_of, first_known
 
@@ -50,7 +52,11 @@ def matched(rules: MapRules, names: Iterable[str], path: str) -> Matched:
     names = list(names)
     known = dict.fromkeys(names)
     found = Matched(path)
-    for rule in rules.rules:
+    until = time.monotonic() + PATIENCE
+    for number, rule in enumerate(rules.rules):
+        if time.monotonic() > until:
+            what = f"{number:,} of {len(rules.rules):,} rules took {PATIENCE:.0f} s to find their names"
+            raise Refused(path, what, hint=FEWER)
         if isinstance(rule, Rule):
             found.moves += found.of_rule(rule, names, known)
         elif isinstance(rule, Drop) and rule.on == "from":
@@ -175,8 +181,9 @@ class Completeness:
 
     def _check_all_there(self, rule: Rule, found: set[tuple[str, ...]], layers: Iterable[Index]) -> None:
         """Check that a rule has found a name for each layer, and each of its words."""
-        words = list(product(*(rule.inputs[0].words[each] for each in _required(rule)[len(rule.levels) :])))
-        for layer, said in product(sorted(layers), words):
+        words = [rule.inputs[0].words[each] for each in _required(rule)[len(rule.levels) :]]
+        # None is made before it is looked for: of many placeholders there are more cases than names.
+        for layer, said in ((layer, said) for layer in sorted(layers) for said in product(*words)):
             values = (*map(str, layer), *said)
             if values not in found:
                 pairs = zip(_required(rule), values, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.errors import Damaged, Irreversible, Unreadable, UsageFault
-from ckpttool.mapping.applying import maps, names
+import ckpttool
+from ckpttool.errors import Damaged, Irreversible, Refused, Unreadable, UsageFault
+from ckpttool.mapping import rule_file, state_mapping
+from ckpttool.mapping.applying import apply, maps, names
 from ckpttool.mapping.rule_file import VERBS, read, rules_in
 from ckpttool.mapping.rules import Drop, MapRules, Rule, Tie, ValueCount, literal, templates
 from ckpttool.mapping.verbs import Concat, Stack, Unknown, evaluated, first_known
@@ -286,6 +289,85 @@ def test_placeholders_side_by_side_are_refused() -> None:
 def test_what_would_cost_much_is_refused_at_once(text: str) -> None:
     with pytest.raises(UsageFault):
         rules_in(text)
+
+
+def listed(count: int, text: str, between: str = ", ") -> str:
+    return between.join(text.replace("N", str(number)) for number in range(count))
+
+
+MANY, WORDS = listed(20_000, "'{i}.aN'"), listed(400_000, "wN", "|")
+ABC, DIGITS = listed(20, "{pN:a|b}", "."), listed(9, "{pN}", "1")
+KEY, ALTERNATIVES = listed(37_500, '"a"', "."), listed(16, "{pN:a|aa}", "a")
+ONE = f"[[rule]]\n{RENAME}\n"
+TOO_MUCH = {
+    "letters": ("a" * 5_000_000, "a number of more than 40 digits"),
+    "other letters": ("z" * 5_000_000, "is not TOML"),
+    "escapes": ('x = "' + '\\"' * 2_000_000, "is not TOML"),
+    "open escapes": ('\\"' * 2_000_000, "is not TOML"),
+    "quotes": ('"' * 4_000_000, "is not TOML"),
+    "a quoted key": (f"{KEY} = 1", "a key of more than 8 parts"),
+    "a spaced key": (listed(37_500, "'a'", " . ") + " = 1", "a key of more than 8 parts"),
+    "a table's key": (f"[{listed(50_000, 'a', '.')}]", "a key of more than 8 parts"),
+    "brackets": ("x = " + "[1, " * 50_000, "more than 8 brackets inside one another"),
+    "tables": ("x = " + "{a = " * 50_000, "more than 8 brackets inside one another"),
+    "commas": (f"x = [{'1,' * 2_000_001}]", "more than 2,000,000 lists, tables, keys and commas"),
+    "rules": (listed(100_001, ONE, ""), "has 100,001 rules, and may have 100,000"),
+    "names": (f"[[rule]]\nfrom = [{MANY}]\nto = 'b'", "20,000, and may list 1,000"),
+    "targets": (f"[[rule]]\nfrom = 'b'\nto = [{MANY}]", "20,000, and may list 1,000"),
+    "words": (f"[[rule]]\ndrop = '{{p:{WORDS}}}'", "400,000 words, and may stand for 1,000"),
+    "placeholders": (f"[[rule]]\ndrop = '{ABC}'", "20 placeholders, and may have 16"),
+    "alternatives": (f"[[rule]]\ndrop = '{ALTERNATIVES}'", "end only the rest of a name tells"),
+    "digits": (f"[[rule]]\ndrop = '{DIGITS}'", "end only the rest of a name tells"),
+    "steps": (f"{ONE}steps = [{listed(500, '{ scale = 2 }')}]", "has 500 steps, and may have 64"),
+    "sizes": (f"{ONE}steps = [{{ reshape = [{listed(2000, '1')}] }}]", "lists 2,000, and may list 1,000"),
+    "numbers": (
+        f"[numbers]\n{listed(2000, 'nN = 1', chr(10))}\n{ONE}",
+        "has 2,000 entries, and may have 1,000",
+    ),
+    "several": (f"[numbers]\nn = [{listed(2000, '1')}]\n{ONE}", "n lists 2,000, and may list 1,000"),
+    "braces": ("[[rule]]\ndrop = '" + "{" * 1_000_001 + "'", "belongs to no placeholder"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_a_rule_file_has_limits_which_are_named(what: str, tmp_path: Path) -> None:
+    text, said = TOO_MUCH[what]
+    (tmp_path / "rules.toml").write_text(text)
+    began = time.monotonic()
+    with pytest.raises(UsageFault) as fault:
+        read(str(tmp_path / "rules.toml"))
+    assert said in str(fault.value) and len(str(fault.value)) < 2000
+    assert time.monotonic() - began < 20
+
+
+def test_rules_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rule_file, state_mapping):
+        monkeypatch.setattr(module, "PATIENCE", -1.0)
+    with pytest.raises(UsageFault, match="0 of its 1 rules took"):
+        rules_in(ONE)
+    monkeypatch.setattr(rule_file, "PATIENCE", 60.0)
+    with pytest.raises(Refused, match="rules took -1 s to find their names"):
+        state_mapping.matched(rules_in(ONE), ["a"], "a.pt")
+
+
+def test_many_words_are_no_more_than_the_names(tmp_path: Path) -> None:
+    torch.save({".".join("a" * 16): torch.ones(2)}, tmp_path / "a.pt")
+    names, fields = listed(16, "{pN:a|b|c|d|e|f|g|h}", "."), listed(16, "{pN}", ".")
+    text = f"[[rule]]\nfrom = '{names}'\nto = 'y.{fields}'"
+    with (
+        ckpttool.open(tmp_path / "a.pt") as checkpoint,
+        pytest.raises(Refused, match="finds no tensor for p0 = a"),
+    ):
+        apply(checkpoint, rules_in(text))
+
+
+def test_as_many_steps_as_there_may_be_are_taken(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2, 3)}, tmp_path / "a.pt")
+    steps = "{ scale = 2 }, { transpose = [1, 0] }, { reshape = [2, 3] }, { scale = 0.5 }, " * 16
+    rules = rules_in(f"[[rule]]\nfrom = 'a'\nto = 'b'\nsteps = [{steps}]")
+    with ckpttool.open(tmp_path / "a.pt") as checkpoint:
+        made, _ = apply(checkpoint, rules)
+        assert made.state().tensors["b"].numpy().tolist() == [[1.0] * 3] * 2
 
 
 # ---- The rule file on the page of maps does what the page says of it ----------------------------------
