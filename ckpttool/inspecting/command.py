@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.cli import options
-from ..core.cli.console import Console, columns, table, terminal_width, without
+from ..core.cli.console import Console, columns, table, terminal_width, without, wrapped
 from ..core.cli.reading import Answer, answer_each, fields_of, open_file
 from ..core.cli.schemas import Fields, fields_like
-from ..core.words import counted, number, printable, show_bytes
+from ..core.words import counted, number, printable, show_bytes, show_names
 from ..errors import SeveralCheckpoints
 
 if TYPE_CHECKING:
@@ -229,17 +229,33 @@ def _figures(stat: Stats | None) -> list[str]:
     return [*("-" if value is None else number(value, 4) for value in numbers), str(stat.non_finite)]
 
 
+def _verdict(entry: CheckpointRow) -> str:
+    """Return whether a checkpoint is whole, and what else one must know of it, in words."""
+    if entry.problem:
+        return f"no: {entry.problem}"
+    whole = "whole, without an optimizer" if entry.optimizer is False else "whole"
+    whole = f"a {entry.is_part}" if entry.is_part else whole
+    return f"{whole}; could run {show_names(entry.could_run, 2)}" if entry.could_run else whole
+
+
 def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) -> Iterator[str]:
     """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
     yield f"{printable(folder)}: {counted(len(entries), 'checkpoint')}, newest first"
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "format", "bytes", "")]
     for entry in entries:
         path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
-        whole = "whole, without an optimizer" if entry.optimizer is False else "whole"
-        verdict = f"no: {entry.problem}" if entry.problem else whole
-        rows.append((path, step, entry.format or "", show_bytes(entry.nbytes), verdict))
+        rows.append((printable(path), step, entry.format or "", show_bytes(entry.nbytes), _verdict(entry)))
     if all(entry.step is None for entry in entries):
         rows = [(path, *others) for path, _, *others in rows]
-    yield from table(rows, (0, len(rows[0]) - 3, len(rows[0]) - 1), width)
+    widest = sum(max(map(columns, column)) + 2 for column in zip(*rows, strict=True)) - 2
+    if width is None or widest <= width:
+        yield from table(rows, (0, len(rows[0]) - 3, len(rows[0]) - 1))
+    else:  # the verdict, which matters most, stands whole below its row
+        cells, lefts = [row[:-1] for row in rows], (0, len(rows[0]) - 3)
+        lines = [*_fitted(cells[0], cells, [("format", False), ("bytes", True)], lefts, width)]
+        for line, row in zip(lines, rows, strict=False):
+            yield line
+            yield from (f"    {part}" for part in wrapped(row[-1], width - 4))
+        yield from lines[len(rows) :]
     newest = next((entry for entry in entries if not entry.problem), entries[0])
     yield from ("", f"ckpttool inspect {shlex.quote(newest.path)}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..core.checkpoint.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from ..core.files.threads import Progress
 from ..core.formats.reading import open as open_checkpoint
 from ..core.formats.roots import checkpoints_below, lacking_parts, step_in
 from ..core.formats.shards import piece_of
+from ..core.inert_pickle.known_names import names_in, names_that_run
 from ..core.inert_pickle.values import Record, walk
 from ..core.lazy import NDArray, np
 from ..core.remote.places import is_folder, nbytes_of
@@ -114,6 +116,7 @@ def _cell(value: float, exponent: int) -> int:
 BINS = 16  # of a histogram that is shown
 MOST_CHECKPOINTS = 200  # that are opened; the newest of a run come first
 
+ADAPTER = re.compile(r"(?:^|[._])lora_(?:[ab]|up|down|magnitude|embedding_[ab])(?:\.|_|$)", re.IGNORECASE)
 BLOCK = 1 << 18  # Elements per step: as float64 they stay in the processor's cache
 
 
@@ -281,6 +284,8 @@ class CheckpointRow:
         problem: why it is not whole; empty where it is.
         optimizer: whether an optimizer's state is in it, without which a training can't go on; None where
             that isn't known: of a file that can't be read, and of a folder that may have it in another file.
+        is_part: what it is that needs another model: `LoRA adapter`, `delta`; None for a model of its own.
+        could_run: names in it that could run something when it is unpickled without `weights_only`.
     """
 
     path: str
@@ -289,6 +294,8 @@ class CheckpointRow:
     nbytes: int = field(metadata={"json": "bytes"})
     problem: str = field(metadata={"json": None})
     optimizer: bool | None = None
+    is_part: str | None = None  # what it is instead of a whole model: `LoRA adapter`, `delta`
+    could_run: tuple[str, ...] = ()
 
 
 def checkpoint_rows(folder: str) -> list[CheckpointRow]:
@@ -301,6 +308,15 @@ def _step_of(tree: object) -> int | None:
     tree = tree.get("progress", tree) if isinstance(tree, dict) else None
     step = tree.get("global_step") if isinstance(tree, dict) else None
     return step if type(step) is int else None
+
+
+def _part_in_words(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.format == "delta":
+        return "delta"
+    state = checkpoint.found_state()
+    names = [] if state is None else [*state.tensors]
+    of_adapter = sum(map(bool, map(ADAPTER.search, names)))
+    return "LoRA adapter" if 2 * of_adapter > len(names) else None  # it may have whole modules too
 
 
 def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
@@ -318,6 +334,8 @@ def _checkpoint_row(folder: str, path: str) -> CheckpointRow:
                 problem = problem or lacking_parts(checkpoint)
             stated = step if step is not None else ranks.step if ranks else _step_of(checkpoint.tree)
             trained = any(map(is_optimizer, walk(checkpoint.tree))) or (None if is_folder(path) else False)
-            return CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem, trained)
+            running = tuple(names_that_run(checkpoint.names | names_in(checkpoint.tree)))
+            whole = CheckpointRow(path, stated, checkpoint.format, checkpoint.nbytes, problem, trained)
+            return replace(whole, is_part=_part_in_words(checkpoint), could_run=running)
     except CkptToolError as error:
         return CheckpointRow(path, step, None, nbytes_of(path), error.reason)

@@ -150,6 +150,7 @@ def table(
 
 
 BAR_FROM = 64 << 20  # bytes of work from which a progress bar is drawn
+NARROW_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining}"
 MAX_INDENTED = 1 << 20  # characters of JSON up to which it is indented
 
 
@@ -249,6 +250,8 @@ class ProgressBar:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # no thread to watch the bar
+        if (width := terminal_width(sys.stderr) or 80) < 80:  # speed and seconds would leave it one character
+            units |= {"ncols": width - 1, "bar_format": NARROW_BAR}
         self._shown = tqdm(total=total, desc=self._label, leave=False, **units)
 
     def expect(self, total: int) -> None:

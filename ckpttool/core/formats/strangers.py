@@ -18,6 +18,9 @@ FROM_FLAX = "load it with transformers: from_pretrained(FOLDER, from_flax=True),
 FROM_KERAS = f"load it with Keras or h5py, {AS_ARRAYS}"
 FROM_TENSORFLOW = f"read it with tf.train.load_checkpoint, {AS_ARRAYS}"
 FROM_PADDLE = f"load it with paddle.load, {AS_ARRAYS}"
+FROM_LUA = f"load it with torchfile (pip install torchfile), {AS_ARRAYS}"
+FROM_CAFFE = f"load it with caffe or OpenCV (cv2.dnn.readNetFromCaffe), {AS_ARRAYS}"
+OF_ANOTHER = "take the model of transformers or openai-whisper that it was made of"
 ONLY_CODE = "it is made from a model, and not to go back: take the checkpoint that it was made of"
 NO_CODE = "its objects are code of that library: where you trust it, load it there and save its arrays"
 
@@ -43,7 +46,9 @@ HEADS = tuple(
         (rb"\x28\xb5\x2f\xfd", "compressed with zstd", UNPACK + "unzstd"),
         (rb"7z\xbc\xaf", "a 7z archive", "unpack it first: 7z x"),
         (rb"Rar!", "a RAR archive", "unpack it first: unrar x"),
+        (rb"lmgg[\x98-\x9a]\xca\0\0", "a model of whisper.cpp, in GGML", OF_ANOTHER),
         (rb"lmgg|fmgg|tjgg|algg", "a GGML model, older than GGUF", "make it again with llama.cpp of today"),
+        (rb"[\x03\x04]\0\0\0\x01\0\0\0", "a file of Lua Torch (.t7)", FROM_LUA),
         (rb"\x89HDF", "an HDF5 file, which is not read here", FROM_KERAS),
         (rb"[\x81-\x8f]\xa6params", "a Flax msgpack file, which is not read here", FROM_FLAX),
         (rb"....TFL3", "a TensorFlow Lite model, which is not read here", ONLY_CODE),
@@ -62,6 +67,8 @@ HEADS = tuple(
 NAMED = tuple(
     (re.compile(end), what, hint)
     for end, what, hint in (
+        (r".*\.caffemodel", "a Caffe model, which is not read here", FROM_CAFFE),
+        (r".*\.t7", "a file of Lua Torch (.t7)", FROM_LUA),
         (r".*\.msgpack", "a Flax msgpack file, which is not read here", FROM_FLAX),
         (r".*\.pdparams|.*\.pdopt|.*\.pdiparams", "a PaddlePaddle file", FROM_PADDLE),
         (r".*\.data-\d{5}-of-\d{5}|.*\.ckpt-\d+\.(index|meta)", "a TensorFlow checkpoint", FROM_TENSORFLOW),
@@ -80,6 +87,7 @@ FOLDERS = {
     "Manifest.json": ("a Core ML package", ONLY_CODE),
 }
 
+OLDEST = re.compile(rb"\([dl]p\d+\n|\(i[\w.]+\n\w+\n|c[\w.]+\n[\w.]+\n")  # a pickle of protocol 0
 TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{1,512}")
 
 FROM_SAFETENSORS = "numpy.savez(..., **safetensors.numpy.load_file(...))"
@@ -146,7 +154,8 @@ def stranger(source: Source) -> Unsupported:
     """Return the error for a file in a format that is not read here."""
     if fault := known(source):
         return fault
-    if (head := head_of(source))[:1] == b"\x80":
+    head = head_of(source)
+    if head[:1] == b"\x80" or (OLDEST.match(head) and source.read(source.size - 1, 1) == b"."):
         listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(source.path)}"
         return Unsupported(source.path, "is a pickle, but not one that torch.save wrote", hint=listed)
     if TEXT.fullmatch(head) and source.size < 1 << 16:  # what some servers send instead of a file

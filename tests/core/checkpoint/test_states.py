@@ -216,6 +216,11 @@ STRANGERS: dict[str, tuple[bytes, str]] = {
     "a plain pickle": (pickle.dumps({"a": 1}, 2), "not one that torch.save wrote"),
     "a list in a pickle": (pickle.dumps([1], 2), "not one that torch.save wrote"),
     "GGML": (b"lmgg\x00\x00\x00\x00", "GGML model, older than GGUF"),
+    "whisper": (b"lmgg\x99\xca\x00\x00" + bytes(40), "model of whisper.cpp, in GGML"),
+    "Lua": (b"\x04\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00", "file of Lua Torch"),
+    "a pickle of protocol 0": (pickle.dumps({"a": [1]}, 0), "is a pickle, but not one that torch.save wrote"),
+    "a list of protocol 0": (pickle.dumps([1.5], 0), "is a pickle, but not one that torch.save wrote"),
+    "an object of protocol 0": (pickle.dumps(Path("x"), 0), "is a pickle, but not one"),
     "what a server refuses with": (b"Invalid username or password.", "but text: Invalid username or pass"),
     "an XML page": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML page"),
 }

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.conforming.command import _table
 from ckpttool.conforming.conform import conform
-from ckpttool.core.cli.console import say
+from ckpttool.core.cli.console import Console, say
 from ckpttool.core.cli.failure import COMMAND, fail
 from ckpttool.errors import Damaged
+from ckpttool.inspecting.command import _run_page
+from ckpttool.inspecting.tables import checkpoint_rows
 from ckpttool.scanning.command import _say_unreadable
 from ckpttool.scanning.scan import named_in, scan_each
 from tests.support.running import Terminal
@@ -76,3 +81,43 @@ def test_columns_of_conform_that_do_not_fit_are_told(width: int, hidden: list[st
     assert list(gone) == hidden
     assert lines[0].split() == ["from", "to", *(["shape", "steps", "by"] if not hidden else [])]
     assert max(map(len, lines)) <= width
+
+
+class Running:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, None])
+def test_the_table_of_a_folder_keeps_what_is_wrong(here: Path, width: int | None) -> None:
+    weights = {"l.weight": torch.ones(4, 4), "l.bias": torch.ones(4)}
+    save_file(weights, "base.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, "new.safetensors")
+    ckpttool.delta("base.safetensors", "new.safetensors", "step.delta.safetensors")
+    save_file(
+        {"l.lora_A.weight": torch.ones(2, 4), "l.lora_B.weight": torch.ones(4, 2)}, "adapter.safetensors"
+    )
+    torch.save({"model": weights, "more": Running()}, "runs.pt")
+    torch.save(weights, "a-checkpoint-with-a-long-name.pt")
+    Path("a-checkpoint-with-a-long-name.pt").write_bytes(b"PK\x03\x04" + bytes(100))
+    rows = checkpoint_rows(".")
+    said = " ".join(" ".join(_run_page(".", rows, width)).split())
+    assert width is None or max(map(len, _run_page(".", rows, width))) <= max(width, 40)
+    for name, verdict in {
+        "step.delta.safetensors": "a delta",
+        "adapter.safetensors": "a LoRA adapter",
+        "runs.pt": "whole, without an optimizer; could run posix.system",
+        "base.safetensors": "whole, without an optimizer",
+        "name.pt": "no: is cut short: the zip directory at its end is missing",
+    }.items():
+        assert re.search(rf"{re.escape(name[-12:])}[^:]*? {re.escape(verdict)}", said), (name, said)
+
+
+def test_a_bar_on_a_narrow_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with contextlib.redirect_stderr(Terminal()) as terminal, Console().bar("strip-prefix") as bar:
+        bar.expect(1 << 30)
+        bar.add(1 << 29)
+        bar._shown.refresh()
+    drawn = next(line for line in terminal.getvalue().split("\r") if " 50%" in line)
+    assert len(drawn) <= 60 and len(re.findall("[█▏▎▍▌▋▊▉#]", drawn)) >= 8, drawn
