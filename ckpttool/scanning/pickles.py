@@ -126,7 +126,7 @@ def read_in_a_row(
             return found
         is_first_sure, found.count = False, found.count + 1
         if of_torch >= 0 and number == of_torch + OF_TORCH - 1:
-            is_sure = is_sure and _pass_storages(place, found)
+            is_sure = _pass_storages(place, found) and is_sure
     if found.end < place.nbytes:
         found.stop(f"holds more than {MAX_IN_A_ROW} pickles one after another")
     return found
@@ -210,7 +210,7 @@ class _Loader:
         self.found.spend(len(data) - start)
         after = partial(self._after_build, data)
         load, steps = self._persistent, self.found.steps
-        return read_pickle(data, start, persistent_load=load, after_build=after, steps=steps)
+        return read_pickle(data, start, persistent_load=load, after_build=after, steps=steps, as_in_c=True)
 
     def _persistent(self, identity: object) -> object:
         match identity:

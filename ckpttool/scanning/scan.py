@@ -26,34 +26,46 @@ class ScanTarget(NamedTuple):
 
 
 def files_in(path: str) -> Iterator[ScanTarget]:
-    """Yield a file, or the files in a folder and in the folders inside it, by name; links are followed."""
+    """Yield a file, or the files in a folder and in the folders inside it, by name.
+
+    Links are followed, and each folder is looked into once: by its own path, where it lies in this one.
+    """
     if path == "-" or not is_folder(path):
         yield ScanTarget(path)
     elif is_url(path):
         yield from _remote(path.rstrip("/"), 0)
     else:
-        yield from _local(path, ())
+        seen: set[tuple[int, int]] = set()
+        links = [(path, 0)]
+        while links:
+            yield from _local(*links.pop(0), seen, links)
 
 
-def _local(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[ScanTarget]:
-    """Yield the files in a folder; `above` are those that it lies in, by device and inode."""
+def _local(
+    folder: str, level: int, seen: set[tuple[int, int]], links: list[tuple[str, int]]
+) -> Iterator[ScanTarget]:
+    """Yield the files in a folder, unless it was `seen` by device and inode; add the links to folders."""
     try:
         facts = os.stat(folder)
+        if (facts.st_dev, facts.st_ino) in seen:
+            return
+        seen.add((facts.st_dev, facts.st_ino))
         with os.scandir(folder) as entries:
             listed_here = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         yield ScanTarget(folder, reason(error))
         return
-    identity = facts.st_dev, facts.st_ino
-    if identity in above:  # a link to a folder that it lies in, whose files were seen
-        return
     for entry in listed_here:
         if not _is_folder(entry):
             yield ScanTarget(entry.path)
-        elif len(above) == MAX_DEEP:
+        elif level == MAX_DEEP:
             yield ScanTarget(entry.path, f"is more than {MAX_DEEP} folders deep")
-        elif entry.name not in PASSED_OVER:
-            yield from _local(entry.path, (*above, identity))
+        elif entry.name in PASSED_OVER:
+            continue
+        elif entry.is_symlink():
+            links.append((entry.path, level + 1))
+        else:
+            yield from _local(entry.path, level + 1, seen, links)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -1,5 +1,8 @@
 """`python -m tests.fuzz SECONDS`: change files of every format, and compare what other libraries read.
 
+A fifth of the time goes to files with code in them (`loadable`), which Python's loaders open: where the code
+runs, scan must not say safe.
+
 It prints what was tried and what a hostile file can cost; --write puts the table into docs/security.md.
 What it finds wrong is made small and stays in tests/corpus/, which the tests examine; then it exits 1.
 """
@@ -7,6 +10,7 @@ What it finds wrong is made small and stays in tests/corpus/, which the tests ex
 from __future__ import annotations
 
 import datetime
+import hashlib
 import platform
 import sys
 import time
@@ -15,11 +19,13 @@ from collections.abc import Mapping
 import safetensors
 import torch
 
-from tests.fuzz.campaign import Tally, fuzz_in_processes, keep
+from tests.fuzz.campaign import CORPUS, Tally, fuzz_in_processes, keep
+from tests.fuzz.loadable import fuzz_loadable_in_processes
 from tests.fuzz.seeds import SEEDS
 from tests.support.generated_page import PAGE, options, regenerate
 
 BEGIN, END = "<!-- fuzz -->\n", "<!-- /fuzz -->"
+LOADERS, LOADERS_SHARE = "loaders", 0.2
 
 
 def table(tallies: Mapping[str, Tally], seed: int, seconds: float) -> str:
@@ -55,17 +61,25 @@ def main() -> int:
     torch.set_num_threads(1)  # a fork has no threads but its own
     started = time.monotonic()
     kinds = [kind for kind in SEEDS if given.only in kind]
-    tallies = fuzz_in_processes(kinds, seed=given.seed, seconds=given.seconds, jobs=max(1, given.jobs))
+    jobs, share = max(1, given.jobs), (LOADERS_SHARE if kinds else 1.0) * (given.only in LOADERS)
+    seconds = given.seconds * (1 - share)
+    tallies = fuzz_in_processes(kinds, seed=given.seed, seconds=seconds, jobs=jobs)
     took = time.monotonic() - started
-    made = table(tallies, given.seed, took)
+    opened = fuzz_loadable_in_processes(given.seed, given.seconds - seconds, jobs)
+    made = f"{table(tallies, given.seed, took)}\n{opened}\n"
     print(made)
+    for wrong, (number, file) in opened.found.items():
+        path = CORPUS / f"{LOADERS}-{hashlib.sha256(file.data).hexdigest()[:8]}.bin"
+        if not file.is_honest:
+            path.write_bytes(file.data)
+        print(f"{LOADERS}, number {number}: {wrong}\n-> {path.name}", file=sys.stderr)
     found = [each for tally in tallies.values() for each in tally.found.values()]
     for each in found:
         said = f"{each.kind}, number {each.number}: {each.wrong}\n{each.details}\n-> {keep(each)}"
         print(said, file=sys.stderr)
     if given.write:
         regenerate(PAGE, BEGIN, END, made)
-    return 1 if found else 0
+    return 1 if found or opened.found else 0
 
 
 if __name__ == "__main__":

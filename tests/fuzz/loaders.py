@@ -24,6 +24,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 CANARY = "canary"  # what a payload makes a folder of
@@ -89,7 +90,7 @@ class Explorer:
     def _explore(self, data: bytes, depth: int) -> None:
         if depth > DEEP or not data:
             return
-        for opened in (self._row, self._zip, self._tar, *STREAMS):
+        for opened in (self._row, self._joblib, self._zip, self._tar, *STREAMS):
             if self.ran or time.process_time() > self.until:
                 return
             with contextlib.suppress(Exception):
@@ -97,10 +98,9 @@ class Explorer:
                     self._explore(bytes(inner), depth + 1)
 
     def _row(self, data: bytes) -> Iterator[bytes]:
-        """Read objects one after another, each with the first loader that takes it."""
-        at = 0
-        for _ in range(IN_A_ROW):
-            ends = []
+        """Read objects one after another: at each place where a loader goes on, with every one."""
+        places, seen = [0], {0}
+        for at in places:
             for number, load in enumerate(self.in_a_row):
                 if number == 3 and data[at : at + 1] not in (b"\x80", b"P"):
                     continue
@@ -108,16 +108,25 @@ class Explorer:
                 file.seek(at)
                 try:
                     made = self._limited(load, file)
-                    ends.append(file.tell())
                     for name in getattr(made, "files", ()):  # of numpy's zip
                         self._limited(made.__getitem__, name)
                 except _Late:
                     return
                 except Exception:
                     continue
-            if self.ran or not ends or max(ends) <= at or time.process_time() > self.until:
+                if (end := file.tell()) not in seen and len(seen) < IN_A_ROW:
+                    places.append(end)
+                    seen.add(end)
+            if self.ran or time.process_time() > self.until:
                 return
-            at = min(end for end in ends if end > at)
+        yield b""
+
+    def _joblib(self, data: bytes) -> Iterator[bytes]:
+        """Read a file of joblib before 0.10, which it takes by name alone."""
+        if data.startswith(b"ZF"):
+            Path("old.joblib").write_bytes(data)
+            self._limited(self.in_a_row[2], "old.joblib")
+        yield b""
 
     @staticmethod
     def _limited(load: Callable[[Any], Any], given: Any) -> Any:

@@ -170,7 +170,8 @@ GOING_ON = {
 def test_a_pickle_that_begins_in_no_way_is_never_safe_where_python_goes_on(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert of(GOING_ON[what], tmp_path / "a.bin").verdict in (DANGEROUS, UNKNOWN)
+    expected = (DANGEROUS,) if "NUL" in what else (DANGEROUS, UNKNOWN)
+    assert of(GOING_ON[what], tmp_path / "a.bin").verdict in expected
     monkeypatch.chdir(tmp_path)
     pickle.loads(GOING_ON[what])
     assert (tmp_path / "canary").is_dir()
@@ -311,6 +312,37 @@ def test_of_a_pickle_that_was_packed_small_the_beginning_is_read(tmp_path: Path)
     assert of(gzip.compress(b"one two, " * (1 << 18)), tmp_path / "a.bin").verdict == SAFE
 
 
+# A pickle of one opcode after another: they are 2 here and 30 million in a file of 60 MB.
+IN_VAIN = {
+    "none": b"N0",
+    "lists": b"]0",
+    "tuples": b"(t",
+    "integers": b"I1\n0",
+    "twins": b"20",
+    "memo": b"q\0",
+}
+
+
+@pytest.mark.parametrize("what", IN_VAIN)
+def test_steps_without_end_are_followed_up_to_a_number(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "MAX_STEPS", 100_000)
+    unit = IN_VAIN[what]
+    data = program(b"N" + unit * (2_000_000 // len(unit)) + MKDIR)
+    with within(6, time.process_time):
+        found = of(data, tmp_path / "a.pkl")
+        assert found.verdict == UNKNOWN and "more steps" in found.problems[0].reason
+        row = program(b"N" + unit * 1000) * 200
+        assert of(row + PAYLOAD, tmp_path / "b.pkl").verdict == UNKNOWN  # the steps are those of all
+    assert of(program(b"N" + unit * 1000 + b"0" + MKDIR), tmp_path / "c.pkl").verdict == DANGEROUS
+
+
+def test_60_mb_of_steps_take_seconds(tmp_path: Path) -> None:
+    with within(40, time.process_time):
+        assert of(b"\x80\x02" + b"N0" * 30_000_000 + b"N.", tmp_path / "a.pkl").verdict == UNKNOWN
+
+
 # Storages of torch.
 
 
@@ -348,6 +380,30 @@ def test_folders_are_looked_into_by_content_and_links_are_followed_once(tmp_path
     found = scan(tmp_path)
     assert [os.path.relpath(each.path, tmp_path) for each in found] == ["a/b/c/notes.txt", "z.pt"]
     assert {each.verdict for each in found} == {DANGEROUS}
+
+
+@pytest.mark.timeout(20)
+def test_a_lattice_of_links_is_walked_once(tmp_path: Path) -> None:
+    """30 folders with two links each from one to the next: 2^30 paths."""
+    for number in range(30):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "x.txt").write_bytes(b"text")
+        for called in "ab":
+            (tmp_path / str(number) / called).symlink_to(tmp_path / str(number + 1))
+    (tmp_path / "30").mkdir()
+    (tmp_path / "30" / "y.pkl").write_bytes(PAYLOAD)
+    for start in (tmp_path, tmp_path / "0"):
+        found = scan(start)
+        assert len(found) == len({os.path.realpath(each.path) for each in found}) == 31
+        assert [each.verdict for each in found].count(DANGEROUS) == 1
+    assert scan(tmp_path)[0].path == str(tmp_path / "0" / "x.txt")
+
+
+def test_a_folder_is_named_by_its_own_path_rather_than_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "x.pkl").write_bytes(PAYLOAD)
+    (tmp_path / "a").symlink_to(tmp_path / "z")
+    assert one(tmp_path).path == str(tmp_path / "z" / "x.pkl")
 
 
 @pytest.mark.timeout(20)

@@ -162,8 +162,10 @@ class Machine:
         shortcuts: Mapping[Global, OpcodeShortcut],
         calls: Mapping[Global, Call],
         after_build: AfterBuild | None = None,
+        as_in_c: bool = False,
     ) -> None:
         self.data = data
+        self.as_in_c = as_in_c
         self.size = len(data)
         self.persistent_load = persistent_load
         # A known name is one object wherever it appears, so that comparing identities is enough.

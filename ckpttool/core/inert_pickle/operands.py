@@ -157,6 +157,17 @@ def line(act: Callable[[Machine, bytes], object]) -> Operation:
     return operation
 
 
+def number_line(act: Callable[[Machine, bytes], object]) -> Operation:
+    """Call `act` with a line that is a number."""
+
+    def operation(m: Machine, position: int) -> int:
+        digits, position = m.line(position)
+        act(m, (digits.partition(b"\0")[0] or b"0") if m.as_in_c and b"\0" in digits else digits)
+        return position
+
+    return operation
+
+
 def grouped(act: Callable[[Machine, list[Any]], object]) -> Operation:
     """Call `act` with all values above the last MARK, which are removed."""
 
@@ -195,9 +206,9 @@ PUSHING: dict[bytes, Operation] = {
     b"G": number(">d"),
     b"\x8a": sized("<B", signed),
     b"\x8b": sized("<I", signed),
-    b"I": line(pushed(integer_or_bool)),
-    b"L": line(pushed(integer_or_bool)),
-    b"F": line(pushed(real)),
+    b"I": number_line(pushed(integer_or_bool)),
+    b"L": number_line(pushed(integer_or_bool)),
+    b"F": number_line(pushed(real)),
     # Text and bytes.
     b"\x8c": sized("<B", text),
     b"X": sized("<I", text),
@@ -337,10 +348,10 @@ OPCODES: dict[bytes, Operation] = {
     b"0": pop,
     b"1": grouped(lambda m, items: None),
     b"2": popping(1, lambda m, value: m.stack.extend((value, value))),
-    b"g": line(lambda m, raw: m.get(index(raw))),
+    b"g": number_line(lambda m, raw: m.get(index(raw))),
     b"h": indexed("<B", Machine.get),
     b"j": indexed("<I", Machine.get),
-    b"p": line(lambda m, raw: m.put(index(raw), m.stack[-1])),
+    b"p": number_line(lambda m, raw: m.put(index(raw), m.stack[-1])),
     b"q": indexed("<B", lambda m, index: m.put(index, m.stack[-1])),
     b"r": indexed("<I", lambda m, index: m.put(index, m.stack[-1])),
     b"\x94": memoize,

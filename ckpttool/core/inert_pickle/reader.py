@@ -130,15 +130,17 @@ def read_pickle(
     shortcuts: Mapping[Global, OpcodeShortcut] | None = None,
     after_build: AfterBuild | None = None,
     steps: Iterator[None] = WITHOUT_END,
+    as_in_c: bool = False,
 ) -> Pickle:
     """Read the pickle that begins at `start`; raise PickleFault, or CutShort where the data ends first.
 
     `reducers` return the values of calls by name, besides those of Python's own types; `persistent_load`
     those of persistent ids (torch's storages), without which a pickle that has one is refused. `after_build`
     passes over what is no pickle behind an object (joblib's arrays). `steps` are those that it may take, as
-    many as it yields; several pickles can share them.
+    many as it yields; several pickles can share them. `as_in_c` reads numbers up to a NUL, as Python's module
+    in C does; otherwise such a number is refused.
     """
-    machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS, after_build)
+    machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS, after_build, as_in_c)
     try:
         _run(machine, start, steps)
     except PickleEnd as stop:
