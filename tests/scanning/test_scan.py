@@ -123,6 +123,7 @@ def test_dangerous_names_come_first_and_decide(tmp_path: Path) -> None:
         (b"Introduction\n", False),
         (b"good morning\n", False),
         (b"L2 norm\n", False),
+        (b"MODULE char_test\n", False),  # two bytes are a number, which nothing can be appended to
     ],
 )
 def test_names_of_what_begins_in_no_way_count_where_it_is_a_pickle(
@@ -154,6 +155,7 @@ GOING_ON = {
     "an index before a NUL": b"Np1\0one\n0" + _MKDIR,
     "a reference before a NUL": b"Np1\n0g1\0one\n0" + _MKDIR,
     "no state for a list": b"]Nb0" + _MKDIR,
+    "no items appended to a number": b"K\0(e(u0" + _MKDIR,
     "items appended to bytes": b"\x96" + bytes(8) + b"(K\x01e0" + _MKDIR,
     "an item of a list": b"]NaK\0K\1s0" + _MKDIR,
     "a state set twice": b"ctypes\nSimpleNamespace\n(tR}b}b0" + _MKDIR,

@@ -142,6 +142,12 @@ def malformed(what: str) -> NoReturn:
     raise Malformed(what)
 
 
+def _refuse_for(target: object, items: list[Any], what: str) -> NoReturn:
+    """Refuse to put items into a value: Python stops at one that takes none."""
+    is_stopped = items and isinstance(target, int | float | str | bytes | tuple | type(None))
+    (malformed if is_stopped else fault)(what)
+
+
 # A module, or the way to a class in it; a part of a name is also that of a file.
 _PATH = re.compile(r"\w{1,255}(\.\w{1,255})*")
 
@@ -260,7 +266,7 @@ class Machine:
             target.elements = target.elements or []
             target.elements.extend(items)
         else:
-            fault(f"its pickle appends to a {type(target).__name__}")
+            _refuse_for(target, items, f"its pickle appends to a {type(target).__name__}")
 
     def set_items(self, items: list[Any]) -> None:
         """Set items (key, value, key, value, …) of the dict or object on top."""
@@ -277,7 +283,7 @@ class Machine:
             target.items = target.items or []
             target.items.extend(pairs)
         else:
-            fault(f"its pickle sets items of a {type(target).__name__}")
+            _refuse_for(target, keys, f"its pickle sets items of a {type(target).__name__}")
 
     def make(self, how: str, callable: Any, args: Any, kwargs: Any = None) -> None:
         """Push what a call would have made: the value of a known callable, or a Record."""
