@@ -196,11 +196,9 @@ def _pieces(
                 if decoder is None:
                     if stream.engine is GZIP and len(rest) < 4:
                         break
-                    decoder, is_unsure = stream.engine(), stream.engine is GZIP and rest[3] & GZIP_UNSURE
-                    if is_unsure and rest.startswith(b"\x1f\x8b"):
-                        raise Unsupported(
-                            place.path, "has a gzip header that readers take for different ones"
-                        )
+                    decoder, is_gzip = stream.engine(), stream.engine is GZIP and rest[:3] == b"\x1f\x8b\x08"
+                    if is_gzip and rest[3] & GZIP_UNSURE:
+                        raise Unsupported(place.path, "has a gzip header that readers take differently")
                 size = STEP if exact_from is None else min(STEP, max(1, exact_from - done))
                 piece = decoder.decompress(rest, size)
                 spend(len(piece) if size > 1 else ALONE)
@@ -247,9 +245,23 @@ def in_a_row(place: ByteRange) -> Iterator[ByteRange]:
 
 
 def ends_as_zip(place: ByteRange) -> bool:
-    """Return whether Python's zipfile finds a zip at the end, whatever comes before it."""
+    """Return whether Python's zipfile finds a directory before an end of a zip, whatever comes before it."""
     size = min(place.nbytes, END_OF_ZIP.size + FULL16)
-    return LAST in place.part(place.nbytes - size, size).read()
+    start = place.nbytes - size
+    tail = place.part(start, size).read()
+    at = tail.rfind(LAST)
+    while at >= 0:
+        if at + END_OF_ZIP.size <= size:
+            *_, nbytes, _, _ = END_OF_ZIP.unpack_from(tail, at)
+            wide = start + at - LOCATOR64.size
+            if _stands_at(place, start + at - nbytes, CENTRAL) or _stands_at(place, wide, LOCATOR):
+                return True
+        at = tail.rfind(LAST, 0, at)
+    return False
+
+
+def _stands_at(place: ByteRange, at: int, signature: bytes) -> bool:
+    return 0 <= at <= place.nbytes - 4 and place.part(at, 4).read() == signature
 
 
 def leads_elsewhere(place: ByteRange) -> bool:
@@ -259,8 +271,8 @@ def leads_elsewhere(place: ByteRange) -> bool:
     at = place.nbytes - size + tail.rfind(LAST)
     *_, offset, _ = END_OF_ZIP.unpack(place.part(at, END_OF_ZIP.size).read())
     _, _, wide, _ = LOCATOR64.unpack(place.part(at - LOCATOR64.size, LOCATOR64.size).read())
-    begins = ((offset, CENTRAL), (wide, struct.pack("<I", Signature.END64)))
-    return any(at + 4 <= place.nbytes and place.part(at, 4).read() == begin for at, begin in begins)
+    end64 = struct.pack("<I", Signature.END64)
+    return _stands_at(place, offset, CENTRAL) or _stands_at(place, wide, end64)
 
 
 def pieces(place: ByteRange) -> Iterator[LooseRecord]:
