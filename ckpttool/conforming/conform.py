@@ -31,7 +31,7 @@ from ..mapping.applying import apply
 from ..mapping.rules import MapRules
 from .modules import ADAPTED, OF_ADAPTER, Module, Parts, Places, StateEntry, places_of, without_numbers
 from .rules import RuleRow, as_rules, rows
-from .search import BUFFERS, SearchResult, Tensors, Values, differing, is_shared, search
+from .search import SearchResult, Tensors, Values, differing, is_buffer, is_shared, search
 
 
 def require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> None:
@@ -62,7 +62,7 @@ def _named(optimizer: Any, floats: Parameters) -> list[Names]:
         shapes = [[kept.shape for kept in group] for group in OptimizerView(optimizer).parameters()]
     except BadOptimizer:
         return []
-    for tensors in (floats, [(name, shape) for name, shape in floats if not BUFFERS.search(name)]):
+    for tensors in (floats, [(name, shape) for name, shape in floats if not is_buffer(name)]):
         ways = in_order(shapes, tensors)
         if len(ways) == 1:
             names = iter(ways[0])

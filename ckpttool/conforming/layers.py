@@ -134,6 +134,11 @@ def roles(modules: Sequence[tuple[Parts, Sizes]]) -> list[Role]:
     return [role if often[role] == 1 else () for role in found]
 
 
+def role_alone(parts: Parts) -> Role:
+    """Return the role of a module that its own name says, whatever stands beside it."""
+    return _by_word(_bare(parts))
+
+
 def is_unclear(parts: Parts) -> bool:
     """Return whether a fused layer's name leaves open how its pieces lie."""
     return not _first(FUSED, _bare(parts))
@@ -177,14 +182,16 @@ def _swiglu(modules: Sequence[tuple[Parts, Sizes]]) -> Iterable[tuple[int, Role]
                 yield from ((group["w1"], ("gate",)), (group[up], ("up",)), (group[down], ("down",)))
 
 
+NORM = re.compile(r"(?i)(norm|(^|[._])ln)[\w.]*$")
 LONGEST = 256  # characters of a name's end that are looked at: each is tried as a beginning
 
 
 def _norms(modules: Sequence[tuple[Parts, Sizes]]) -> Iterable[tuple[int, Role]]:
     """Yield the roles of a block's two norms, if no third is beside them."""
     paths = [_bare(parts) for parts, _ in modules]
-    word = re.compile(r"(?i)(norm|(^|[._])ln)[\w.]*$")
-    norms = [place for place, path in enumerate(paths) if word.search(path[-LONGEST:])]
+    norms = [place for place, path in enumerate(paths) if NORM.search(path[-LONGEST:])]
+    if len(norms) < 2:
+        return
     sizes = {place: modules[place][1] for place in norms}
     for first, second in NORM_PAIRS:
         before = [place for place in norms if _ends(paths[place], first)]

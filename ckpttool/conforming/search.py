@@ -18,14 +18,14 @@ from ..core.tensors.ref import TensorRef
 from ..core.tensors.values import same_values, stream
 from ..mapping.verbs import Bundle, RuleContext, Verb, VerbMisfit, cast, transposed
 from .blocks import TOP, Search, falling
-from .layers import Doubts, Match, Tangle, roles, rotary_stems
+from .layers import Doubts, Match, Tangle, role_alone, roles, rotary_stems
 from .modules import MAX_PARTS, Module, Parts, Places, StateEntry, parameter, pattern, tree
 from .ways import STACKED, Joint, Unit, Way, joint
 
-# What a model computes for itself and older versions of libraries saved
+# The last part of what a model computes for itself and older versions of libraries saved
 BUFFERS = re.compile(
-    rf"(^|\.)({COUNTER}|(\w+_)?inv_freq|position_ids|token_type_ids|masked_bias|freqs_cis|relative_position_index"
-    r"|(cos|sin)_cached|(causal|attn|attention|relative_position)_mask|_float_tensor|_extra_state)$"
+    rf"({COUNTER}|(\w+_)?inv_freq|position_ids|token_type_ids|masked_bias|freqs_cis|relative_position_index"
+    r"|(cos|sin)_cached|(causal|attn|attention|relative_position)_mask|_float_tensor|_extra_state)"
 )
 MASK = re.compile(r"attn(\w*)\.(bias|mask)$|attention\.bias$")
 
@@ -110,20 +110,25 @@ def _ends(places: Places) -> bool:
 
 def _buffers(one: Places, other: Places) -> tuple[str, ...]:
     """Return the names of one side that its model computes, of kinds that the other has none of."""
-    kinds = {name.rpartition(".")[2] for name in other if BUFFERS.search(name)}
+    kinds = {name.rpartition(".")[2] for name in other if is_buffer(name)}
     masks = any(_is_mask(name, place) for name, place in other.items())
     return tuple(
         name
         for name, place in one.items()
-        if (BUFFERS.search(name) and name.rpartition(".")[2] not in kinds)
-        or (_is_mask(name, place) and not masks)
+        if (is_buffer(name) and name.rpartition(".")[2] not in kinds) or (_is_mask(name, place) and not masks)
     )
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a name is that of what a model computes for itself."""
+    return BUFFERS.fullmatch(name.rpartition(".")[2]) is not None
 
 
 def _is_mask(name: str, place: StateEntry) -> bool:
     """Return whether an entry is the mask of GPT-2's attention, which is named like a bias."""
     shape = place.shape or ()
-    return bool(MASK.search(name)) and len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    is_square = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    return is_square and MASK.search(name) is not None
 
 
 def _second_names(side: Places, other: Places) -> tuple[tuple[str, str], ...]:
@@ -151,23 +156,23 @@ def is_shared(name: str) -> bool:
 
 
 def _role(name: str) -> object:
-    (role,) = roles([(tuple(name.removesuffix(".weight").split(".")), ())])
-    return role
+    return role_alone(tuple(name.removesuffix(".weight").split(".")))
 
 
 def _resize(found: SearchResult) -> None:
     """Pair what is left and differs in its first size alone, under equal names or roles."""
     sides = [{key: m for m in side for key in _keys(m)} for side in (found.left, found.right)]
+    gone: set[int] = set()
     for key in sides[0].keys() & sides[1].keys():
         left, right = sides[0][key], sides[1][key]
-        if left in found.left and right in found.right and _differ_in_rows(left, right):
+        if not gone & {id(left), id(right)} and _differ_in_rows(left, right):
             found.resized.append((left, right))
-            found.left.remove(left)
-            found.right.remove(right)
+            gone |= {id(left), id(right)}
+    found.left, found.right = ([m for m in side if id(m) not in gone] for side in (found.left, found.right))
 
 
 def _keys(module: Module) -> list[object]:
-    (role,) = roles([(module.parts, ())])
+    role = role_alone(module.parts)
     return [role, module.parts[-1]] if role in (("embedding",), ("head",)) else [module.parts[-1]]
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from ..conforming.modules import ADAPTED, OF_ADAPTER, Blueprint, StateEntry
@@ -46,11 +47,15 @@ def _escaped(character: str) -> str:
 # ---- Numbers of layers
 
 
+NUMBER = re.compile(r"(?<![^.])([0-9]{1,6})(?=\.)")
+MAX_NUMBERS = 24  # of a name: no model has as many levels of layers
+
+
 def numbers(names: Iterable[str]) -> dict[str, set[int]]:
     """Return stem -> numbers that follow it in names: `layers.` -> {0, 1, 2}."""
     found: dict[str, set[int]] = {}
     for name in names:
-        for part in re.finditer(r"(?:^|\.)([0-9]{1,6})(?=\.)", name):
+        for part in islice(NUMBER.finditer(name), MAX_NUMBERS):
             found.setdefault(name[: part.start(1)], set()).add(int(part[1]))
     return found
 

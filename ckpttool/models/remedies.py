@@ -139,8 +139,11 @@ RENAMED = (
 
 def renamed_parts(case: Case) -> Iterator[Remedy]:
     """Rename parameters that a library renamed: weight norm, spectral norm, `gamma` and `beta`."""
+    ends = {name.rpartition(".")[2] for name in case.fit.unexpected}
     for kind, what, pairs in RENAMED:
         for swap in (False, True):
+            if not any(pair[swap].rpartition(".")[2] in ends for pair in pairs):
+                continue  # each rule is tried on each name, which takes long
             old_new = [(new, old) if swap else (old, new) for old, new in pairs]
             rules = [(rf"(^|\.){_exactly(old)}$", rf"\g<1>{new}") for old, new in old_new]
             old, new = old_new[0]
@@ -212,7 +215,8 @@ def complex_parts(case: Case) -> Iterator[Remedy]:
     join, split = (*command, "join"), (*command, "split")
     if any(f"{name}.real" in case.state.tensors for name in case.fit.missing):
         yield Remedy("complex", f"the file {message}", join, lambda c: layout.join_complex(c)[0])
-    if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
+    unexpected = {*case.fit.unexpected}
+    if any(name.removesuffix(".real") in unexpected for name in case.fit.missing):
         yield Remedy("complex", f"the model {message}", split, lambda c: layout.split_complex(c)[0])
 
 
