@@ -52,8 +52,13 @@ def require_order(checkpoint: Checkpoint, state: str | None, theirs: Places) -> 
         if not groups:
             unknown = f"nothing says which of {len(floats)} tensors are some"
             what += f", or only buffers stand in another: {unknown}"
-        hint = "key it by names first: ckpttool optimizer IN NAMED --to names; or write the state alone: slim"
+        named = f"ckpttool optimizer {shlex.quote(checkpoint.path)} named.pt --to names"
+        hint = f"key it by names first: {named}; or {_alone(checkpoint.path)}"
         raise Refused(checkpoint.path, what, hint=hint)
+
+
+def _alone(path: str) -> str:
+    return f"write the state alone first: ckpttool slim {shlex.quote(path)} state.pt"
 
 
 def _named(optimizer: Any, floats: Parameters) -> list[Names]:
@@ -79,7 +84,7 @@ def _is_rising(numbers: Iterable[int]) -> bool:
 
 
 SHOWN = 4  # names or candidates in a message, which counts the rest
-SAME_MODEL = "--check-values is for a reference that holds the same model"
+SAME_MODEL = "--check-values is for a reference of the same values; rounded ones (fp16, packed) differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ def conform(
     table = rows(found, mine)
     rules = as_rules(found, table)
     if found.resized and optimizers and any(map(is_optimizer, walk(checkpoint.tree))):
-        hint = "write the state alone first: ckpttool slim"
+        hint = _alone(path)
         raise Refused(path, "its optimizer's state can't follow a vocabulary that is padded", hint=hint)
     changed, mapped = apply(checkpoint, rules, state=state, optimizers=optimizers)
     resized = [name for left, _ in found.resized for name in left.names.values()]
@@ -235,12 +240,13 @@ def _nothing_to_do(path: str, mine: Places, theirs: Places) -> NothingToDo:
     types = _other_types({name: place.dtype for name, place in mine.items()}, theirs)
     what = "".join(f"; {counted(n, 'tensor')} of {here} here and {there} there" for here, there, n in types)
     convert = f"ckpttool convert {shlex.quote(path)} OUT"
-    hint = f"{convert} writes it as it is"
+    hint = f"to write it as it is: {convert}"
     if types:
         # A cast is of all floats: it is advised where they all become of one type.
         wanted = {theirs[name].dtype for name, place in mine.items() if place.dtype in PLAIN_FLOATS}
         casts = len(wanted) == 1 and all(name in PLAIN_FLOATS for pair in types for name in pair[:2])
-        hint = f"{convert} --dtype {types[0][1]}" if casts else "conform changes names and shapes, no types"
+        cast = f"to cast it: {convert} --dtype {types[0][1]}"
+        hint = cast if casts else "conform changes names and shapes, no types"
     return NothingToDo(f"{path}: its names and shapes are the reference's already{what}", hint=hint)
 
 
@@ -258,7 +264,7 @@ def _completed(
     for name in resized:
         place, rows = theirs[name], state.tensors[name].shape[:1]
         if place.shape is not None and rows > place.shape[:1]:
-            hint = "write the state alone first: ckpttool slim"
+            hint = _alone(checkpoint.path)
             raise Refused(checkpoint.path, f"'{where}' has more rows of '{name[:80]}' than fit", hint=hint)
     padded = {name: _padded(name, state.tensors[name], theirs[name]) for name in resized}
 
@@ -311,7 +317,7 @@ def require_complete(path: str, found: SearchResult, *, pad_vocab: bool = False)
             f"{path}: {'; '.join(reasons)}",
             missing=tuple(name for name, _ in right),
             unexpected=tuple(name for name, _ in left),
-            hint=_way_out(left, right),
+            hint=_way_out(path, left, right),
         )
     for a, b in found.resized:
         rows_here, rows_there = (next(iter(module.shapes.values()))[0] for module in (a, b))
@@ -325,16 +331,17 @@ def require_complete(path: str, found: SearchResult, *, pad_vocab: bool = False)
 MOST_NAMED = 8
 
 
-def _way_out(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str | None:
+def _way_out(path: str, left: list[tuple[str, str]], right: list[tuple[str, str]]) -> str | None:
+    convert = f"ckpttool convert {shlex.quote(path)}"
     if left and not right:
         if any(OF_ADAPTER.search(name) for name, _ in left):
             return ADAPTED
         globs = [shlex.quote(glob.escape(name)) for name, _ in left] if len(left) <= MOST_NAMED else ["GLOB"]
         flags = " ".join(f"--exclude {each}" for each in globs)
-        return f"leave out what the other side does not want: {flags}"
+        return f"leave out what the other side does not want, and conform that: {convert} PART {flags}"
     if right and not left and len(right) == 1:
-        name = right[0][0]
-        return f"if it is tied to another: ckpttool convert INPUT TIED --tie {name}=NAME, and conform that"
+        name = shlex.quote(f"{right[0][0]}=NAME")
+        return f"if it is tied to another tensor NAME, conform what this writes: {convert} TIED --tie {name}"
     return None
 
 

@@ -24,19 +24,19 @@ IDLE = ("scale", "gamma", "g", "lambda1", "linear", "base_layer")
 
 _WORDS = {"q": "query", "k": "key", "v": "value"}
 _LETTERS = {
-    a: f"(?i:w_?{a}|{a}|{word}|{a}_?proj|to_{a}|{a}_lin(ear)?|c_{a}|{word}_?(proj|layer)|linear_{a}|{a}_net)"
+    a: f"(?i:w_?{a}|{a}|{word}|{a}_?proj|(to|c|linear|attn)_{a}|{a}_lin(ear)?|{word}_?(proj|layer)|{a}_net)"
     for a, word in _WORDS.items()
 }
 _NORMS = {
-    f"{a} norm": f"({a}_norm|norm_{a}|{word}_norm|{word}_layernorm|{a}_layernorm|ln_{a})"
+    f"{a} norm": f"({a}_norm|norm_{a}|{word}_norm|{word}_layernorm|{a}_layernorm|ln_{a}|attn_{a}_norm)"
     for a, word in _WORDS.items()
 }
 _SINGLE = {
     **_LETTERS,
     **_NORMS,
-    "gate": "(gate_proj|wi_0|fc1_g)",
+    "gate": "(gate_proj|wi_0|fc1_g|ffn_gate)",
     "up": "(up_proj|wi_1|fc1_x)",
-    "down": "down_proj",
+    "down": "(down_proj|ffn_down)",
     "embedding": "(embed_tokens|tok_embeddings|wte|word_embeddings|token_embedding|embed_in|token_embd)",
     "head": "(lm_head|output|embed_out|unembed)",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,10 +76,11 @@ def matched(rules: MapRules, names: Iterable[str], path: str) -> Matched:
     return found
 
 
-def _why_none(names: list[str]) -> str:
+def _why_none(path: str, names: list[str]) -> str:
     """Return a hint for a rule that finds nothing: a wrapper's prefix is the usual cause."""
     for wrapper in found_prefixes(names):
-        return f"take the wrapper's prefix off first: ckpttool strip-prefix IN OUT --prefix {wrapper.prefix}"
+        strip = f"ckpttool strip-prefix {shlex.quote(path)} OUT --prefix {wrapper.prefix}"
+        return f"take the wrapper's prefix off first: {strip}"
     return f"the first name is '{next(iter(names), '')[:80]}'; optional = true in a rule allows that"
 
 
@@ -118,7 +120,7 @@ class Matched:
                 case = tuple(bindings[each] for each in rule.shared)
                 cases[case][tuple(int(bindings[each]) for each in rule.gathered)][number] = name
         if not cases and not rule.optional:
-            raise Refused(self.path, f"{rule} finds no tensor", hint=_why_none(names))
+            raise Refused(self.path, f"{rule} finds no tensor", hint=_why_none(self.path, names))
         for case, parts in cases.items():
             bindings = dict(zip(rule.shared, case, strict=True))
             sources = {at: self._whole(rule, found, bindings, at) for at, found in sorted(parts.items())}

@@ -100,11 +100,14 @@ def require_certain_names(case: Case) -> None:
 
 def question(case: Case, error: Ambiguous) -> str:
     """Return what is open, and the commands that decide it."""
-    known = next(maps_between(case.state.tensors, case.blueprint.places), "--map RULES")
-    way = f"ckpttool convert … {known}, with the model's --config config.json"
-    if case.aim.flag == "--like":
-        values = f"ckpttool conform … --like {case.aim.name} --check-values"
-        way = f"{values}, if it holds the same model; or {way}"
+    known = next(maps_between(case.state.tensors, case.blueprint.places), "")
+    path = shlex.quote(case.checkpoint.path)
+    way = "rules of your own: convert --map"
+    if known:
+        way = f"a map, with --config if the file's folder has none: ckpttool convert {path} OUT {known}"
+    if case.aim.flag == "--like" and not case.checkpoint.packed:  # else its values are rounded
+        values = f"ckpttool conform {path} OUT --like {shlex.quote(case.aim.name)} --check-values"
+        way = f"if it holds the same model: {values}; or {way}"
     more = f"; and {len(error.candidates) - 3} more" if len(error.candidates) > 3 else ""
     ways = "; ".join(error.candidates[:3]) + more
     return f"names and shapes allow several ways: {ways}. What decides: {way}"

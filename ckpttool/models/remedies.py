@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, permutations
+from math import prod
 from typing import Any
 
 from ..core.checkpoint import keys, selection
@@ -318,15 +319,16 @@ def _is_one_of_several(theirs: Sizes, ours: Sizes) -> bool:
 
 
 def shapes(case: Case) -> Iterator[Remedy]:
-    """Reshape tensors with more or fewer axes of size 1: a linear layer and a 1×1 convolution."""
+    """Reshape tensors with more or fewer axes of size 1, and flat ones: FSDP's parameters of one rank."""
     tensors, places = case.state.tensors, case.blueprint.places
+    pairs = ((name, tensors[name].shape, places[name].shape) for name, *_ in case.fit.mismatched)
     sizes = {
         name: ours
-        for name, *_ in case.fit.mismatched
-        if (ours := places[name].shape) is not None and _squeezed(tensors[name].shape) == _squeezed(ours)
+        for name, theirs, ours in pairs
+        if ours is not None and (_squeezed(theirs) == _squeezed(ours) or theirs == (prod(ours),))
     }
     if sizes:
-        message = f"{len(sizes)} tensors have more or fewer axes of size 1 ({shortened(tuple(sizes))})"
+        message = f"{len(sizes)} tensors are flat, or differ in axes of size 1 ({shortened(tuple(sizes))})"
         yield from _by_patterns("shape", message, "--reshape", sizes, tensors, layout.reshape)
 
 

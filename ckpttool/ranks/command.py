@@ -225,7 +225,7 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     path = shlex.quote(checkpoint.path)
     return [
         f"{prefix.keys} of {prefix.of} keys begin with '{prefix.prefix}', and those of a model under "
-        f"fully_shard do not: ckpttool strip-prefix {path} OUT --prefix {prefix.prefix}, then split OUT"
+        f"fully_shard do not: ckpttool strip-prefix {path} OUT --prefix {prefix.prefix}; then split that"
         for prefix in prefixes
         if prefix.certain
     ]

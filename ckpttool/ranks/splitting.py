@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -156,8 +157,9 @@ class SplitOptimizer:
         parameters = {tensors[name].view for name in sharded}
         if asked and unnamed and len(parameters) != sum(map(len, self.view.keys)):
             what = f"the optimizer does not say whether its parameter {unnamed[0]!s:.80} stays whole"
-            hint = "name its parameters first: ckpttool optimizer IN OUT --to names --order state, if it"
-            raise Refused(file, what, hint=f"{hint} lists them in the state's order, else with --model SPEC")
+            hint = "name its parameters first (--model SPEC, if not in the state's order)"
+            command = f"ckpttool optimizer {shlex.quote(file)} named.pt --to names --order state"
+            raise Refused(file, what, hint=f"{hint}: {command}")
         for key in unnamed:
             self._require_one_of(key, spare)
         known = set() if unnamed else {*names.values(), *map(str, state)}

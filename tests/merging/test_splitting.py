@@ -591,7 +591,7 @@ def test_a_wrapper_s_prefix_is_noted_with_the_command(form: str, cli: Any, tmp_p
     words = ["--ranks", 2, "--as", form]
     ran = cli("split", path, tmp_path / "a", *words)
     assert ran.code == 0
-    command = f"ckpttool strip-prefix {path} OUT --prefix module., then split OUT"
+    command = f"ckpttool strip-prefix {path} OUT --prefix module.; then split that"
     said = "2 of 2 keys begin with 'module.', and those of a model under fully_shard do not"
     assert f"{said}: {command}" in ran.err
     assert cli("strip-prefix", path, tmp_path / "out.pt").code == 0

@@ -339,7 +339,8 @@ def _warnings(console: Console, saved: Saved, versions: Sequence[str]) -> Iterat
     if saved.mentions:  # all of them: what is left out here may be what matters
         names = ", ".join(map(printable, saved.mentions))
         what = f"its pickle names what could run when it is loaded without weights_only: {names}"
-        yield f"{what}; ckpttool disarm writes plain values in their place"
+        plain = f"ckpttool disarm {shlex.quote(saved.path)} plain.pt"
+        yield f"{what}; with plain values in their place: {plain}"
     if console.verbose and versions:  # whose loss few care about
         names = console.names(versions)
         yield f"left out: torch's versions of modules ({names}), which load_state_dict can do without"

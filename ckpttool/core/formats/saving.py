@@ -58,7 +58,8 @@ class SavePlan:
         self.state = None if target.holds_all else checkpoint.state(where)
         if self.state is None and checkpoint.opened:
             what = f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it"
-            hint = "write .safetensors, or extract the state first: ckpttool slim"
+            alone = f"ckpttool slim {shlex.quote(checkpoint.path)} state.pt"
+            hint = f"write .safetensors, or extract the state first: {alone}"
             raise Refused(checkpoint.path, what, hint=hint)
         if not target.has_metadata and (said := declares_packing(checkpoint.metadata)):
             what = (

@@ -162,7 +162,7 @@ def test_the_map_that_decides_is_named_where_its_numbers_are_not_known(cli: Cli,
         written(meta(llama()), tmp_path / "meta.safetensors"),
         written(llama(), tmp_path / "hf.safetensors"),
     )
-    for path, like, flags in ((*paths, "--map meta-llama,"), (*paths[::-1], "--map meta-llama --inverse")):
+    for path, like, flags in ((*paths, "OUT --map meta-llama"), (*paths[::-1], "--map meta-llama --inverse")):
         found = cli("doctor", path, "--like", like, "--json")
         assert flags in found.json["problems"][0]["message"]
 
