@@ -52,7 +52,7 @@ def own_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
 
 @contextlib.contextmanager
 def gradients_changed(
-    of: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+    of: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Iterator[None]:
     """Let backward passes in the block change the gradients of these tensors before they are used."""
     trained = (each for each in of if each.requires_grad)

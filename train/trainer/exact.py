@@ -45,6 +45,7 @@ from train.trainer.progress import Progress, Sums
 Named = Sequence[tuple[str, nn.Parameter]]
 
 # What autograd calls the backward passes of synchronised layers: ours, and torch's.
+SINK = "_DDPSinkBackward"  # with --find-unused, in which a model's outputs are copied
 SYNCHRONISED = ("_SynchronisedBackward", "SyncBatchNormBackward")
 
 
@@ -156,7 +157,13 @@ class Exact:
                 hint = "let the model return its scores too, or a mean that is 0 there"
                 raise CheckFailed(f"--task {self.task.name}: {what} in a synchronised layer", hint=hint)
 
+        def clean(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+            return tuple(_without_nan(True, each) for each in gradients)
+
         with ExitStack() as hooks:
+            for copied in _nodes(loss.grad_fn, (SINK,)):
+                for node in (node for node, _ in copied.next_functions if node is not None):
+                    hooks.callback(node.register_prehook(clean).remove)
             for each in transport.tensors(outputs), own_parameters(self.ddp):
                 hooks.enter_context(gradients_changed(each, partial(_without_nan, True)))
             for node in _nodes(loss.grad_fn, SYNCHRONISED):
@@ -194,8 +201,8 @@ class Exact:
         return step, True
 
 
-def _without_nan(nothing: bool | torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.masked_fill(~gradient.isfinite() & nothing, 0)
+def _without_nan(nothing: bool | torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.masked_fill(~gradient.isfinite() & nothing, 0)
 
 
 def _nodes(root: Any, names: Sequence[str]) -> Iterator[Any]:

@@ -20,8 +20,9 @@ from train.config.sections import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import IGNORED
 from train.tasks import builtin as tasks
+from train.trainer.exact import Exact
 
-SAMPLES, BATCH, LENGTH = 24, 8, 3
+SAMPLES, BATCH, LENGTH = 26, 8, 3  # the last batch is of two, which leaves a third rank idle
 SETTINGS: dict[str, Any] = {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01}
 BOUND = 1e-12
 WEIGHTS = (1.0, 0.5, 0.0, 2.0, 0.3)
@@ -208,6 +209,7 @@ WHERE: list[tuple[int, tuple[int, ...], dict[str, Any]]] = [
     (3, (0, 2), {"accumulate": 3}),
     (3, (1,), {"rank_share": (5, 1, 2)}),
     (2, (0, 1), {}),
+    (2, (1,), {"find_unused": True}),
 ]
 
 
@@ -218,7 +220,7 @@ def test_a_rank_on_which_nothing_counts_has_the_gradients_of_the_others_losses(r
     """Its samples are in the statistics by which the others normalise."""
     size, silent, settings = WHERE[where]
     for ours, uncounted in run_ranks(size, on_ranks, kind, silent, settings):
-        assert uncounted == (3 if len(silent) == size else 0)
+        assert uncounted == (4 if len(silent) == size else 0)
         assert trainings.farthest(ours, expected(kind, size, silent, settings)) <= BOUND
 
 
@@ -256,4 +258,23 @@ def test_a_mean_of_nothing_is_not_sent_through_a_synchronised_layer(run_ranks):
     for rank, (kind, said) in enumerate(run_ranks(2, refused, (0, 1), {})):
         what = f"in step 1 the loss of rank {rank} is a mean of nothing, whose gradient is NaN"
         assert (kind, said) == ("CheckFailed", f"--task model-loss: {what} in a synchronised layer")
-    assert run_ranks(2, refused, (1,), {"batchnorm": "plain"}) == [None, None]
+    assert run_ranks(2, refused, (1,), {"batchnorm": "plain", "drop_last": True}) == [None, None]
+
+
+class Far(torch.Tensor):
+    """Says that it lies on a GPU, where a count is not waited for."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(("label", "left"), [(2, 0.0), (1, None)])
+def test_a_count_on_a_gpu_is_asked_there_whether_anything_counts(label, left):
+    exact = object.__new__(Exact)
+    exact.task = tasks.adapt(own(trapped), "own.py:make")
+    scores = torch.zeros(3, 5, dtype=torch.float64, requires_grad=True)
+    outputs = scores * 1.0
+    loss, count = trapped(outputs, torch.full((3,), label))
+    with exact.backward_of(loss, {"scores": outputs}, count.as_subclass(Far)):
+        loss.backward()
+    assert scores.grad is not None
+    assert torch.equal(scores.grad == 0, torch.full((3, 5), left == 0.0))
