@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,36 @@ def test_a_lazy_model_is_trained_resumed_and_evaluated(here, capsys):
     assert main.main([*given, *flags, "2", "--resume", "auto", "--optimizer", "sgd"]) == 0
     assert evaluate.main(["run/last.pt", *given]) == 0
     assert capsys.readouterr().err == ""
+
+
+# ---- a data set that chooses anew in each epoch ------------------------------------------------------------
+
+
+def balanced() -> Data:
+    """Return images drawn as docs/own-code.md draws them, of which most are of class 0."""
+    page = (ROOT / "docs" / "own-code.md").read_text(encoding="utf-8")
+    code = next(block for block in page.split("```python\n") if block.startswith("class Balanced"))
+    found: dict[str, Any] = {"torch": torch, "__name__": "own"}
+    exec(code.partition("```")[0], found)
+    data = runs.images()
+    labels = torch.where(torch.arange(len(data.train)) % 8 > 0, 0, torch.arange(len(data.train)) % 10)
+    samples = [(data.train[index][0], int(label)) for index, label in enumerate(labels)]
+    return replace(data, train=found["Balanced"](samples, labels, data.classes))
+
+
+def test_what_is_drawn_by_the_epoch_is_the_same_on_any_ranks_and_after_a_resume(run_ranks, tmp_path):
+    states = []
+    for size in (1, 3):
+        case = runs.straight_and_resumed, runs.steady, str(tmp_path), {}, (2, 4), balanced
+        (state, found), *_ = run_ranks(size, *case)
+        assert found == {2: [], 4: []}
+        states.append(state)
+    assert runs.largest_difference(*states) <= 2e-6
+    drawn = balanced().train
+    counts = torch.zeros(10)
+    for epoch in range(40):
+        drawn.set_epoch(epoch)
+        for _, label in drawn:
+            counts[label] += 1
+    present = counts[counts > 0] / counts.sum()
+    assert torch.allclose(present, torch.full_like(present, 1 / len(present)), atol=0.05)
