@@ -73,7 +73,7 @@ def stateful(trial: Trial, passed: nn.Module, model: nn.Module, size: int, ranks
         UsageFault: there are several ranks, and it has changed a parameter by its samples: DDP gives the
             ranks the same buffers, but not the same parameters.
     """
-    before, after = _state(model), copy.deepcopy(_state(passed))
+    before, after = _state(model), {name: _copied(value) for name, value in _state(passed).items()}
     names = [name for name, value in after.items() if not _same(value, before.get(name))]
     if not names:
         return NOTHING
@@ -107,6 +107,11 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **buffers, **wrapping.extra_states(model)}
 
 
+def _copied(value: Any) -> Any:
+    # Not a tensor by deepcopy, which refuses one that a pass has left with its graph.
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
 @torch.no_grad()
 def _same(one: Any, other: Any) -> bool:
     tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
@@ -133,16 +138,15 @@ def coupled(trial: Trial, model: nn.Module) -> str:
     number = TRIED if isinstance(trial.samples, Stream) else count(trial.samples)
     chosen = sorted({place * number // TRIED for place in range(TRIED)})
     parts = chosen, chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]
+    most = MOST_OF_16_BITS if any(each.element_size() < 4 for each in model.parameters()) else MOST
     try:
         with modes_kept(model), buffers_restored(model), torch.no_grad():
             model.eval()
             whole, first, second = (_loss(trial, model, part, "apart") for part in parts)
-            again = _loss(trial, model, chosen, "again")
+            off, size = abs(whole - first - second), max(abs(whole), abs(first) + abs(second))
+            if not most * size < off < math.inf or _loss(trial, model, chosen, "again") != whole:
+                return ""  # it adds up, or draws numbers
     except Exception:  # of these samples: they will be named when they are used
-        return ""
-    off, size = abs(whole - first - second), max(abs(whole), abs(first) + abs(second))
-    most = MOST_OF_16_BITS if any(each.element_size() < 4 for each in model.parameters()) else MOST
-    if again != whole or not most * size < off < math.inf:  # one that draws numbers is another each time
         return ""
     halves = f"{first:.4g} and {second:.4g} for its halves"
     return f"the loss of {len(chosen)} samples is {whole:.4g}, but {halves}"

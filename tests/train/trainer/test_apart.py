@@ -53,6 +53,16 @@ class Replaced(Net):
         self.centre = self.centre * 0.9 + 0.1 * hidden.mean(dim=0)
 
 
+class WithGraph(Net):
+    """Keeps what it has computed with its graph."""
+
+    def forward(self, images: torch.Tensor) -> Any:
+        scores = super().forward(images)
+        if self.training:
+            self.centre = self.body(images.flatten(1)).mean(dim=0)
+        return scores
+
+
 class Logged(Net):
     """No pass depends on it, but what is saved does."""
 
@@ -131,6 +141,7 @@ FOUND: dict[str, tuple[Any, tuple[str, ...], bool]] = {
     "the same value again": (Lazy, (), False),
     "a centre": (Centred, ("centre",), True),
     "another tensor": (Replaced, ("centre",), True),
+    "a tensor with its graph": (WithGraph, ("centre",), True),
     "a log": (Logged, ("centre",), True),
     "a counter": (Counted, (), False),
     "a counter that matters": (Alternating, ("seen",), False),
