@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = command_line.parse(arguments)
     except CkptToolError as fault:
         return launch.complain(fault, echo=given_rank() != 0)
-    if config.settings.print_config:
-        text = command_line.settings_text(config)
+    if config.preview.shown == "settings":
+        text = command_line.settings_text(config.changed(preview=None))
         return launch.run_program(lambda: console.show(text * (given_rank() == 0)), lambda _: None)
     if config.preview.shown:
         from train.run import preview

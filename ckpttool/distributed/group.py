@@ -203,7 +203,7 @@ def _late(store: Store, name: str, place: Place, timeout: float) -> CheckFailed:
     ranks = [rank for rank in range(place.world_size) if not store.check([f"{key}/{rank}"])] or [0]
     shown = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
     who = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
-    hint = "it died, or is still loading its data: then give a longer --join-timeout"
+    hint = "it died, or is still loading its data: then wait longer (--timeout)"
     # Where ranks share torchrun's own store, torch 2.15 gives new machines no address of it, and the others
     # that of a machine that is gone.
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -276,8 +276,6 @@ def _say(kind: str, rank: int, lines: Iterable[str]) -> None:
     text = f"{kind}: rank {rank}: " + "\n  ".join(lines) + "\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
-    if kind == "error":
-        observer.report_to_torchrun(text)
 
 
 def _dumped(about: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ TRUSTED = ("--every", "--config", "--like", "--tracker")
 NOTHING = re.compile("(?!)")
 
 # Flags of the trainer that a replay never gets
-DROPPED = {"--force", "--download", "--preview", "--json", "--print-config"}
+DROPPED = {"--force", "--download", "--preview"}
 
 # Variables that a launcher sets for its ranks
 LAUNCHER = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHELASTIC_|CKPTTOOL_SPAWNED")

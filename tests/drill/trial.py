@@ -235,7 +235,7 @@ def arguments(trial: Trial, folder: Path) -> list[str]:
         *("--data", "fake:50", "--batch-size", "12", "--epochs", "2", "--model", model, *virtual),
         *("--out", str(folder / "run"), "--resume", "auto", "--save-every", "1steps", "--log-every", "1"),
         *("--eval-batch", "2", "--save", trial.save),  # so that each rank evaluates
-        *("--timeout", "60", "--join-timeout", "20", "--hang-timeout", "8"),
+        *("--timeout", "8"),
         *trial.flags,
     ]
 

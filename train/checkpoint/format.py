@@ -120,13 +120,13 @@ def _check_type(path: str, where: str, value: Any, types: tuple[type, ...]) -> N
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
-    *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
+    *("timeout", "grace", "prove_every", "stop_at"),
     *("out", "save_every", "save", "save_parts", "keep", "keep_deltas", "resume", "force", "change"),
-    *("data_root", "download", "mixed_torch", "skip_damaged"),
+    *("data_root", "download", "skip_damaged"),
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("shard", "shard_blocks", "shard_offload", "mesh"),
-    *("max_time", "eval_every", "eval_batch", "log_every", "preview", "json"),
+    *("max_time", "eval_every", "eval_batch", "log_every", "preview"),
     *("also_test", "tracker", "every", "profile", "keep_best", "stop_early", *SOURCES),
 }
 

@@ -40,9 +40,9 @@ HEAD = f"{MARK}.\n# The names are those of its flags, and what stands behind a #
 ABOUT = "about"
 
 # Flags that say where settings come from.
-SOURCES = ("config", "like", "unset", "print_config")
+SOURCES = ("config", "like")
 # Settings of one start, which no other run of the kind takes over.
-OF_A_START = (*SOURCES, "out", "resume", "force", "change", "preview", "json", "stop_at", "spawn")
+OF_A_START = (*SOURCES, "out", "resume", "force", "change", "preview", "stop_at", "spawn")
 
 MAX_BYTES = 1 << 16
 TWICE = re.compile(r"overwrite a value \(at (?:line (\d+)|end)")
@@ -119,7 +119,7 @@ def _add(settings: FileSettings, key: str, value: Any, flags: Flags, meant: Mean
         raise UsageFault(f"[{key}]: a table, and no setting is one", hint=hint)
     if action is None:
         suggested = (meant(flag) or "").removeprefix("--")
-        known = "python train/main.py --print-config lists the settings"
+        known = "python train/main.py --preview settings lists the settings"
         raise UsageFault(f"{key}: no such setting", hint=f"did you mean {suggested}?" if suggested else known)
     if action.dest in (*SOURCES, "help"):
         raise UsageFault(f"{key}: belongs on the command line")
@@ -165,11 +165,10 @@ def _setting_lines(config: TrainConfig, left_out: Sequence[str]) -> Iterator[str
             group = field.metadata["group"]
             yield from ("", f"# ---- {group} ----")
         key, value = name_of(field).removeprefix("--"), values[setting_of(field)]
-        shown = not value if field.default is True else value  # the flag is `no-...`
         if value is None or value == ():
             yield f"# {key}: not given"
         else:
-            yield f"{'# ' * bool(value == defaults[setting_of(field)])}{key} = {text(shown)}"
+            yield f"{'# ' * bool(value == defaults[setting_of(field)])}{key} = {text(value)}"
 
 
 # ---- the command line --------------------------------------------------------------------------------
@@ -227,26 +226,18 @@ def _complete(values: dict[str, Any]) -> TrainConfig:
 
 
 def _of_file(parser: Parser, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in the file of `--config` or `--like`, without those of `--unset`."""
+    """Return the settings in the file of `--config` or `--like`."""
     named = {name: given[name] for name in ("config", "like") if name in given}
     for name in (name for name, path in named.items() if not path):
         raise UsageFault(f"--{name}: names nothing", hint="leave it out")
     paths = [path if name == "config" else own_path(path) for name, path in named.items()]
-    unset = given.get("unset", ())
     if len(paths) > 1:
         raise UsageFault("--config and --like: settings come from one file", hint="give one of them")
     if not paths:
-        if unset:
-            raise UsageFault("--unset: needs --config or --like", hint="leave it out")
         return {}
     values, _ = _read(parser, paths[0])
     if started_by_launcher():  # which has started the ranks, as many as it was told
         values.pop("spawn", None)
-    for name in unset:
-        action = parser._option_string_actions.get(f"--{name.removeprefix('--')}")
-        if action is None or action.dest not in values:
-            raise UsageFault(f"--unset {name}: {paths[0]} does not set it", hint="leave it out")
-        del values[action.dest]
     return values
 
 
@@ -380,16 +371,13 @@ def make_plan(config: TrainConfig, samples: int) -> Plan:
     samples -= samples % config.batch.size * is_stream
     # With "auto", shares are equal until the ranks' speeds have been measured.
     shares = config.batch.rank_share if isinstance(config.batch.rank_share, tuple) else None
-    names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "set_epoch", "rank_batch")
+    names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "rank_batch")
     settings = {name: config[name] for name in names}
     return Plan(samples, **settings, rank_share=shares, in_order=is_stream)
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data."""
-    if config.batch.sampler == "none" and not config.preview.shown:
-        hint = "give exact or torch, or --preview to see it"
-        raise UsageFault("--sampler none: every rank would train on all samples", hint=hint)
     if config.batch.rank_share == "auto" and (config.batch.rank_batch or config.batch.sampler != "exact"):
         other = "--rank-batch" if config.batch.rank_batch else f"--sampler {config.batch.sampler}"
         hint = "give one of them"

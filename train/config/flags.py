@@ -359,8 +359,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Sections], first: Se
 
 
 def name_of(field: Field) -> str:
-    """Return the flag of a field: `--batch-size`, or `--no-set-epoch` for one that is on by default."""
-    return f"--{'no-' * (field.default is True)}{setting_of(field).replace('_', '-')}"
+    """Return the flag of a field: `--batch-size`."""
+    return f"--{setting_of(field).replace('_', '-')}"
 
 
 def shown(field: Field, value: Any) -> str:

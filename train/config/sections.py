@@ -115,10 +115,6 @@ class SettingsConfig:
     like: str | None = flag(
         None, "settings RUN: take the settings of a run, from its config.toml, and name what differs"
     )
-    unset: tuple[str, ...] = repeated(
-        "settings NAME: with --config or --like: leave out this setting of the file; may be repeated"
-    )
-    print_config: bool = switch("settings: print the settings as such a file, and train nothing")
 
 
 @dataclass(frozen=True)
@@ -161,11 +157,6 @@ class OptimizerConfig:
         "that --grad-checkpoint takes, and what lies before and after them",
         above=0,
         below=1,
-    )
-    muon_for: tuple[str, ...] = repeated(
-        "optimizer REGEX: with --optimizer muon: the matrices that it takes, by name (those inside: no "
-        "embedding, and not the last); may be repeated",
-        type=pattern,
     )
     clip_norm: float | None = real(
         None, "optimizer: scale the gradient down to this norm if it is longer", above=0
@@ -260,18 +251,10 @@ class RanksConfig:
     backend: str = flag(
         "auto", "ranks {auto,gloo,nccl}: auto: nccl if each rank has a GPU, otherwise gloo on the CPU"
     )
-    mixed_torch: bool = switch("ranks: let ranks run different minor versions of torch")
-    timeout: float = real(600.0, "ranks SECONDS: how long a rank waits for the others (600)", above=0)
-    hang_timeout: float = real(
+    timeout: float = real(
         300.0,
         "ranks SECONDS: end the run, naming the rank, when others wait for one that does nothing for so "
-        "long; 0: no (300)",
-        least=0,
-    )
-    join_timeout: float = real(
-        60.0,
-        "ranks SECONDS: how long a rank waits for the others to come, at the start (60, or as long as it "
-        "took itself)",
+        "long, or has not come at the start (300)",
         above=0,
     )
     spawn: int | None = count(None, "ranks: start N ranks on this machine, without torchrun")
@@ -398,11 +381,10 @@ class BatchConfig:
     )
     sampler: str = flag(
         "exact",
-        "training {exact,torch,none}: exact (the default): every sample once in an epoch; torch: as "
-        "DistributedSampler, which repeats samples or drops them; none: as without one, for --preview only",
+        "training {exact,torch}: exact (the default): every sample once in an epoch; torch: as "
+        "DistributedSampler, which repeats samples or drops them",
     )
     drop_last: bool = switch("training: leave out the short batch that ends an epoch")
-    set_epoch: bool = flag(True, "training: give every epoch the same order, as without set_epoch")
 
 
 @dataclass(frozen=True)
@@ -422,11 +404,14 @@ class NumbersConfig:
 class PreviewConfig:
     """The plan is shown, and nothing is trained."""
 
-    shown: bool = switch(
-        "training: show which rank takes which samples in which step, and train nothing",
+    shown: str | None = flag(
+        None,
+        "settings {plan,json,settings}: train nothing, and show: plan (the default): which rank takes which "
+        "samples in which step; json: the same; settings: all of them, as a file for --config",
+        nargs="?",
+        const="plan",
         name="preview",
     )
-    json: bool = switch("training: with --preview: print JSON")
 
 
 @dataclass(frozen=True)
@@ -525,8 +510,6 @@ def check(config: TrainConfig) -> None:
     _check_saving(config.saving)
     if config.model.init_allow_missing and not config.model.init:
         raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
-    if config.preview.json and not config.preview.shown:
-        raise UsageFault("--json: needs --preview", hint="leave it out; log.jsonl holds a run's numbers")
     if config.log.every:
         hook_interval(config.log.every)
     if config.batch.accumulate > config.batch.size:
@@ -549,8 +532,6 @@ def _check_optimizer(settings: OptimizerConfig) -> None:
     """Refuse what is wrong with an optimizer's settings whatever the model."""
     if settings.name in ("adam", "adamw") and settings.momentum:
         raise UsageFault(f"--momentum: {settings.name} has none", hint="leave it out")
-    if settings.muon_for and settings.name.lower() != "muon":
-        raise UsageFault("--muon-for: needs --optimizer muon", hint="give it, or leave --muon-for out")
     if settings.zero and ":" in settings.name:
         what = f"--zero: the state of {settings.name} is not divided among ranks"
         raise UsageFault(what, hint="leave it out")

@@ -304,11 +304,11 @@ def process_group(place: Place, config: RanksConfig) -> Iterator[None]:
     from train.data import batches  # imports torch, which a command line that is refused need not wait for
 
     # What took this rank a while may take another one as long.
-    patience = max(config.join_timeout, time.monotonic() - STARTED)
+    patience = max(group.JOIN_TIMEOUT, config.timeout, time.monotonic() - STARTED)
     with (
-        group.process_group(place, config.timeout, patience),
+        group.process_group(place, 2 * config.timeout, patience),  # the watch comes first, and names a rank
         batches.processes_ended(),  # outside the watch: nobody waits for a rank whose processes end slowly
-        heartbeat.watch(config.hang_timeout),
+        heartbeat.watch(config.timeout),
     ):
         yield
 

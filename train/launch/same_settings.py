@@ -32,7 +32,7 @@ def compare(config: Sections) -> list[str]:
     """Check that all ranks were given the same settings; return what else differs, as warnings. A collective.
 
     Raises:
-        RanksDiffer: on every rank, if settings differ, or the minor version of torch without `--mixed-torch`.
+        RanksDiffer: on every rank, if settings differ, or the minor version of torch.
     """
     own = {"settings": _settings(config), "versions": versions(), "code": code(config)}
     of_ranks = collectives.gather(own)
@@ -44,8 +44,8 @@ def compare(config: Sections) -> list[str]:
     for name, values in _differing([rank["versions"] for rank in of_ranks]).items():
         text = f"{name} is {_shares(values)}"
         minor = {".".join(value.split(".")[:2]) for value in values}
-        if name == "torch" and len(minor) > 1 and not config["mixed_torch"]:
-            raise RanksDiffer(text, hint="install the same version, or give --mixed-torch")
+        if name == "torch" and len(minor) > 1:
+            raise RanksDiffer(text, hint="install the same version on every machine")
         warnings.append(f"{text}: the last bits may differ")
     for name, values in _differing([rank["code"] for rank in of_ranks]).items():
         other, most = _ranks_by_value(values)[:2]

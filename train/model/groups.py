@@ -48,7 +48,7 @@ def groups_of(settings: OptimizerConfig, model: nn.Module, prefix: str = "") -> 
         prefix: what precedes the names in a checkpoint (`param_names`), and not in the flags' expressions.
     """
     is_muon = settings.name.lower() == "muon"
-    inside = matrices(model, settings.muon_for) if is_muon else set()
+    inside = matrices(model) if is_muon else set()
     keeps = _not_decaying(settings, model)
     layers = layers_of(model) if settings.layer_decay else {}
     parts = (text.rpartition("=") for text in settings.lr_scale)
@@ -126,15 +126,13 @@ def decays(name: str, parameter: nn.Parameter, norms: set[int]) -> bool:
     return parameter.dim() > 1 and name.rpartition(".")[2] != "bias" and id(parameter) not in norms
 
 
-def matrices(model: nn.Module, patterns: Sequence[str]) -> set[int]:
-    """Return the `id` of each parameter that muon takes: those that match a pattern, or else those inside.
+def matrices(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter that muon takes: those inside.
 
-    Inside are the weights of two axes but the last one, that of the scores; of layers without layers in them
+    These are the weights of two axes but the last one, that of the scores; of layers without layers in them
     and of attention, and none that is an embedding too. So what a model holds of its own, such as a table of
     places, is not among them.
     """
-    if patterns:
-        return _chosen(model, patterns)
     weights: list[nn.Parameter] = []
     for layer in model.modules():
         has_layers = any(True for _ in layer.children()) and not isinstance(layer, nn.MultiheadAttention)
@@ -144,17 +142,6 @@ def matrices(model: nn.Module, patterns: Sequence[str]) -> set[int]:
         weights += [p for name, p in own if p.dim() == 2 and "weight" in name and not p.is_complex()]
     embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, EMBEDDINGS)}
     return {id(weight) for weight in weights[:-1]} - {id(weight) for weight in weights[-1:]} - embeddings
-
-
-def _chosen(model: nn.Module, patterns: Sequence[str]) -> set[int]:
-    chosen = found_in("--muon-for", patterns, model)
-    for name, parameter in model.named_parameters():
-        if name in chosen and (parameter.dim() != 2 or parameter.is_complex()):
-            shape = "×".join(map(str, parameter.shape)) or "one number"
-            what = f"--muon-for {patterns[chosen[name]]}: parameter {name} is {shape}"
-            hint = "give an expression that only matrices match"
-            raise UsageFault(f"{what}, and muon takes matrices", hint=hint)
-    return {id(parameter) for name, parameter in model.named_parameters() if name in chosen}
 
 
 def layers_of(model: nn.Module) -> dict[str, int]:

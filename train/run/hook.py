@@ -2,7 +2,7 @@
 
 It gets a copy of the model, in eval mode and without gradients, with the averages of `--ema`. Whatever it
 does to that goes away with it. Random states and torch's global settings are put back. If it raises, or
-does nothing for half of --hang-timeout, the run says so and goes on. One that writes to the training's own
+does nothing for half of --timeout, the run says so and goes on. One that writes to the training's own
 weights, as through a global variable, ends the run (through `.data`, torch does not tell). Imports torch.
 """
 
@@ -85,10 +85,10 @@ class Hook:
         self.trainer, self.folder, self.tell, self.is_told = trainer, folder, tell, is_told
         self.spec = config.log.every[1] if config.log.every else ""
         self.function = factory.function(self.spec) if self.spec else None
-        # Other ranks wait for --timeout, and for one that does nothing for --hang-timeout.
+        # Other ranks wait for twice --timeout, and half as long for one that does nothing.
         several = trainer.place.world_size > 1
-        self.idle = config.ranks.hang_timeout / 2 or None
-        self.most = config.ranks.timeout / 2 if several else None
+        self.idle = config.ranks.timeout / 2
+        self.most = config.ranks.timeout if several else None
         self.failures = 0
 
     def call(self) -> None:

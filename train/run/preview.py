@@ -33,7 +33,7 @@ def run(config: TrainConfig) -> None:
             hint = "step s takes its samples s · batch to (s + 1) · batch, in their order"
             what = f"--preview: --data {name} is a stream, whose samples have no numbers"
             raise UsageFault(what, hint=hint)
-        show(make_plan(config, samples.count(parts.train)), name, config, config.preview.json)
+        show(make_plan(config, samples.count(parts.train)), name, config, config.preview.shown == "json")
 
 
 def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None:
@@ -120,9 +120,7 @@ def sentences(plan: Plan, world_size: int) -> list[str]:
         return [f"{subject}, batch {plan.batch_size}: no rank gets a batch"]
     seen = plan.seen(0, world_size)
     lines = []
-    if plan.sampler == "none" and world_size > 1:
-        lines.append(f"no sampler: every rank takes all {plan.samples} samples, {world_size} times in all")
-    elif repeated := {index: int(seen[index]) for index in (seen > 1).nonzero()[0].tolist()}:
+    if repeated := {index: int(seen[index]) for index in (seen > 1).nonzero()[0].tolist()}:
         lines += [f"{subject}: {_seen(repeated)}"]
     if left_out := (seen == 0).nonzero()[0].tolist():
         lines.append(f"{subject}: {_named(left_out)} {_is(left_out)} left out of epoch 0")
@@ -134,8 +132,6 @@ def sentences(plan: Plan, world_size: int) -> list[str]:
         samples, ranks = _counted(plan.samples, "sample"), _counted(world_size, "rank")
         last_batch = f"the last batch leaves {with_nothing} with nothing"
         lines.append(f"{samples}, batch {plan.batch_size} on {ranks}: {last_batch}")
-    if not plan.set_epoch:
-        lines.append("no set_epoch: every epoch has the same order")
     return lines
 
 

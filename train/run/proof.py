@@ -42,10 +42,10 @@ SHORT = 8
 
 # Settings that change no bit of the weights, or that a replay gives itself.
 NOT_OF_THE_TRAINING = (
-    *("out", "resume", "spawn", "force", "max_time", "stop_at", "change", "download", "preview", "json"),
+    *("out", "resume", "spawn", "force", "max_time", "stop_at", "change", "download", "preview"),
     *("save_every", "save", "keep", "keep_deltas", "keep_best", "grace", "prove_every"),
     *("tracker", "every", "profile"),
-    *("init", "init_allow_missing", "timeout", "hang_timeout", "join_timeout"),
+    *("init", "init_allow_missing", "timeout"),
 )
 
 

@@ -99,7 +99,7 @@ LINES = [
     "--out x --resume auto --workers 2 --seed 5 --deterministic --backend gloo --timeout 3.5",
     "--mean=-0.5,0.25,1",
     "--rank-share 1,3 --batch-size 8 --spawn 2",
-    "--no-set-epoch --sampler torch --save-every 3steps",
+    "--drop-last --sampler torch --save-every 3steps",
     "--init-allow-missing head.* --init-allow-missing a --init x.pt",
     "--optimizer adamw --lr 1e-05 --max-time 90",
     "--tracker tensorboard --tracker wandb --every 3 own.py:f --profile 3-5 --best mae:min --keep-best 2",
@@ -134,7 +134,6 @@ MEANT = {
     "--resume": ["--resum"],
     "--lr": ["--learning-rate", "--learning_rate"],
     "--workers": ["--num-workers"],
-    "--no-set-epoch": ["--set-epoch"],
 }
 
 
@@ -223,7 +222,6 @@ WRONG = {
     ],
     "--best": [f"--data fake:20 --best {best}" for best in ("mae", "b/loss", "loss:least")],
     "--config": ["--config no-such.toml --like x"],
-    "--unset": ["--unset lr"],
 }
 
 
@@ -375,7 +373,7 @@ def test_a_file_holds_what_the_command_line_would(parsed):
         spawn = 2
         mean = [0.5, 0.25, 1]
         drop-last = true
-        no-set-epoch = true
+        deterministic = true
         save-every = "20steps"
         max-time = 90
         tracker = ["wandb", "tensorboard"]
@@ -386,7 +384,7 @@ def test_a_file_holds_what_the_command_line_would(parsed):
     line = (
         "--data fake:40 --lr 1e-3 --batch-size 12 --rank-batch 2,10 --spawn 2 --mean 0.5,0.25,1 --drop-last "
     )
-    line += "--no-set-epoch --save-every 20steps --max-time 90 --tracker wandb --tracker tensorboard "
+    line += "--deterministic --save-every 20steps --max-time 90 --tracker wandb --tracker tensorboard "
     line += "--every 3steps own.py:f --resume auto --out x"
     found = parsed(text)
     assert found.changed(config=None) == command_line.parse(line.split())
@@ -399,16 +397,8 @@ def test_flags_win_and_lists_are_not_added_up(parsed):
     assert tuple(found[name] for name in ("epochs", "seed", "change", "ema")) == (4, 5, ("warmup",), 0.5)
 
 
-def test_unset_leaves_a_setting_of_the_file_out(parsed):
-    found = parsed("ema = 0.5\ndrop-last = true\nlr = 0.5\n", "--unset", "ema", "--unset", "drop-last")
-    assert (found.optimizer.ema, found.batch.drop_last, found.optimizer.lr) == (None, False, 0.5)
-    for name in ("epochs", "frobnicate"):
-        with pytest.raises(UsageFault, match=f"--unset {name}: .*run.toml does not set it"):
-            parsed("ema = 0.5", "--unset", name)
-
-
 def test_what_is_false_is_left_out_and_an_empty_file_changes_nothing(parsed):
-    found = parsed("drop-last = false\nno-set-epoch = false\nresume = false\n")
+    found = parsed("drop-last = false\nzero = false\nresume = false\n")
     assert found.changed(config=None) == command_line.parse([]) == TrainConfig()
     assert parsed("# nothing\n").changed(config=None) == TrainConfig()
 
@@ -426,7 +416,6 @@ def test_an_optimizer_of_the_command_line_has_its_own_defaults(parsed):
 REFUSED_IN_A_FILE = {
     "batch_size = 3": ("batch_size: no such setting", "did you mean batch-size?"),
     "learning-rate = 3": ("learning-rate: no such setting", "did you mean lr?"),
-    "set-epoch = false": ("set-epoch: no such setting", "did you mean no-set-epoch?"),
     "zzzzqqqq = false": ("zzzzqqqq: no such setting", "lists the settings"),
     "epochs = 2\nseed = 1\nepochs = 3": ("line 3: epochs is given twice", "give it once"),
     "epochs = 0": ("--epochs: 0 is less than 1", ""),
@@ -478,7 +467,6 @@ def test_what_is_no_file_of_settings_is_refused_at_once(tmp_path, kind):
 
 @pytest.mark.parametrize(("line", "said"), [
     ("--config a.toml --like b", "--config and --like: settings come from one file"),
-    ("--unset lr", "--unset: needs --config or --like"),
     ("--like no/such/run", "no/such/run/config.toml: no such file"),
     ("--config=", "--config: names nothing"),
 ])  # fmt: skip
@@ -489,32 +477,32 @@ def test_flags_about_files_that_make_no_sense_are_one_line(here, capsys, line, s
 
 
 def test_what_is_printed_gives_the_same_configuration(tmp_path, monkeypatch, capsys):
-    line = "--optimizer adamw --lr 0.5 --spawn 2 --rank-batch 2,10 --no-set-epoch --warmup 3steps"
+    line = "--optimizer adamw --lr 0.5 --spawn 2 --rank-batch 2,10 --deterministic --warmup 3steps"
     line += " --every 2 a.py:f --tracker wandb --mean=-0.5 --out x --best loss"
-    assert main.main([*line.split(), "--print-config"]) == 0
+    assert main.main([*line.split(), "--preview", "settings"]) == 0
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     again = command_line.parse(["--config", str(tmp_path / "run.toml")])
     assert again.changed(config=None) == command_line.parse(line.split())
 
 
 def test_what_is_printed_shows_every_setting_and_comments_the_defaults(capsys):
-    assert main.main(["--print-config", "--lr", "0.5"]) == 0
+    assert main.main(["--preview", "settings", "--lr", "0.5"]) == 0
     said = capsys.readouterr().out
     assert tomllib.loads(said) == {"lr": 0.5}
     fields = [setting_of(field) for field in flags_in(TrainConfig)]
-    for name in set(fields) - {*command_line.SOURCES, "set_epoch", "lr"}:
+    for name in set(fields) - {*command_line.SOURCES, "preview", "lr"}:
         assert f"\n# {name.replace('_', '-')}" in said
 
 
 def test_printing_settings_imports_no_torch(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert main.main(["--print-config"]) == 0
+    assert main.main(["--preview", "settings"]) == 0
 
 
 def test_only_rank_0_prints_settings(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main.main(["--print-config"]) == 0
+    assert main.main(["--preview", "settings"]) == 0
     assert capsys.readouterr().out.strip() == ""
 
 

@@ -423,10 +423,6 @@ UNMEANT = {
     "nothing found": ({"lr_scale": ("heed=2",)}, "--lr-scale heed: is found in the name of no parameter"),
     "found before": ({"lr_scale": ("head=2", "head.w=3")}, "--lr-scale head.w: is found only where head is"),
     "no decay": ({"no_decay": ("nowhere",)}, "--no-decay nowhere: is found in the name of no parameter"),
-    "no matrix": (
-        {"optimizer": "muon", "muon_for": ("token",)},
-        "parameter cls_token is 1×1×4, and muon takes",
-    ),
 }
 
 
@@ -451,15 +447,14 @@ def test_a_frozen_parameter_is_in_no_group_and_its_layer_still_counts():
     assert found["blocks.1.wide.weight"] == 0.25
 
 
-def taken(model: nn.Module, *patterns: str) -> list[str]:
-    chosen = groups.matrices(model, patterns)
+def taken(model: nn.Module) -> list[str]:
+    chosen = groups.matrices(model)
     return [name for name, parameter in model.named_parameters() if id(parameter) in chosen]
 
 
-def test_muon_takes_the_matrices_of_layers_and_attention_or_those_that_are_named():
+def test_muon_takes_the_matrices_of_layers_and_attention():
     inside = ["attention.in_proj_weight", "attention.out_proj.weight", "wide.weight", "narrow.weight"]
     assert taken(Vision(1)) == [f"blocks.0.{name}" for name in inside]
-    assert taken(Vision(1), "^places$", "wide.w") == ["places", "blocks.0.wide.weight"]
     assert taken(nn.Sequential(nn.LSTM(3, 4), nn.LayerNorm([2, 4]), nn.Linear(4, 2))) == [
         "0.weight_ih_l0",
         "0.weight_hh_l0",
@@ -473,7 +468,6 @@ FLAGS = {
     "--lr-scale (=2": "'(' is not a regular expression",
     "--no-decay [": "'[' is not a regular expression",
     "--no-decay x --weight-decay 0": "--no-decay: there is no --weight-decay",
-    "--muon-for x": "--muon-for: needs --optimizer muon",
     "--optimizer own.py:make --zero": "--zero: the state of own.py:make is not divided",
     "--optimizer own.py:make --lr-scale a=2": "--lr-scale: needs --lr",
     "--optimizer own.py:make --min-lr 0.1": "--min-lr: needs --lr",

@@ -116,7 +116,7 @@ def test_it_gets_the_model_as_it_is_scored_and_saved(run_ranks, tmp_path, own):
 @pytest.mark.parametrize("size", [1, 2])
 def test_one_that_does_nothing_is_given_up_and_named(run_ranks, tmp_path, own, size):
     began = time.monotonic()
-    settings = {"every": ("1", f"{own}:hanging"), "hang_timeout": 4.0}
+    settings = {"every": ("1", f"{own}:hanging"), "timeout": 4.0}
     said = run_ranks(size, runs.run, runs.steady, str(tmp_path), settings, timeout=100)[0]
     assert "Error" not in said and time.monotonic() - began < 60
     (event,) = [entry for entry in entries_of(tmp_path) if entry.get("event") == "hook failed"]

@@ -93,7 +93,7 @@ SETTINGS = ["--data", "fake:32", "--epochs", "1", "--batch-size", "4", "--eval-b
 def test_a_run_with_a_rank_that_hangs_ends_in_time(tmp_path, launcher, how, training, said):
     when = WHEN.format(training=training, number=3 if training else 1)
     own = own_model(tmp_path, HANGS.format(how=how), when)
-    flags = ["--hang-timeout", str(HANG_TIMEOUT), "--model", own]
+    flags = ["--timeout", str(HANG_TIMEOUT), "--model", own]
     done = start([*LAUNCHERS[launcher], *SETTINGS, *flags, "--out", str(tmp_path / "x")])
     took = time.time() - noted(tmp_path)
     assert done.returncode == 1, done.stderr
@@ -115,7 +115,7 @@ def test_a_dead_process_that_loads_data_is_told_from_a_dead_rank(tmp_path):
 @pytest.mark.long
 def test_a_slow_loader_is_warned_of_and_the_run_ends_well(tmp_path):
     flags = own_data(tmp_path, "time.sleep(3)")
-    flags += ["--hang-timeout", str(HANG_TIMEOUT), "--workers", "1", "--out", str(tmp_path / "x")]
+    flags += ["--timeout", str(HANG_TIMEOUT), "--workers", "1", "--out", str(tmp_path / "x")]
     done = start([*LAUNCHERS["spawn"], *SETTINGS, *flags])
     assert done.returncode == 0, done.stderr
     slow = r"warning: rank 0: rank 1 is slow: in 'data' of step \d for \d s"
@@ -127,7 +127,7 @@ def test_an_evaluation_that_hangs_is_named_too(tmp_path):
     own = own_model(tmp_path, "time.sleep(999)", WHEN.format(training=False, number=3))
     torch.save(torch.nn.Linear(3072, 10).state_dict(), tmp_path / "in.pt")
     program = [*TORCHRUN, "2", "train/evaluate.py", str(tmp_path / "in.pt"), "--data", "fake:80"]
-    flags = ["--eval-batch", "2", "--hang-timeout", str(HANG_TIMEOUT), "--model", own]
+    flags = ["--eval-batch", "2", "--timeout", str(HANG_TIMEOUT), "--model", own]
     done = start([*program, *flags])
     assert "error: rank 0: rank 1 hangs: in 'evaluation' for" in done.stderr, done.stderr
 
@@ -147,7 +147,7 @@ def test_a_run_survives_ranks_that_are_killed_under_max_restarts(tmp_path):
     """Each rank is killed once. Before, four kills of ten left both new ranks waiting for dead ones."""
     own = own_model(tmp_path, DIES.strip())
     launcher = [*TORCHRUN, "2", "--max-restarts", "2"]
-    settings = ["--data", "fake:16", "--epochs", "1", "--batch-size", "4", "--timeout", "15"]
+    settings = ["--data", "fake:16", "--epochs", "1", "--batch-size", "4", "--timeout", "30"]
     model = ["--model", own, "--out", str(tmp_path / "run"), "--resume"]
     done = start([*launcher, "train/main.py", *settings, *model])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -220,7 +220,7 @@ def test_ranks_whose_backends_differ_are_told_so_on_every_rank(store):
 @pytest.mark.timeout(300)
 def test_a_step_that_has_failed_three_times_is_not_tried_again(tmp_path):
     own = own_model(tmp_path, "os.kill(os.getpid(), 9)", WHEN.format(training=True, number=2))
-    settings = ["--data", "fake:16", "--batch-size", "4", "--timeout", "15", "--epochs", "2"]
+    settings = ["--data", "fake:16", "--batch-size", "4", "--timeout", "30", "--epochs", "2"]
     model = ["--model", own, "--out", str(tmp_path / "run"), "--resume"]
     done = start([*TORCHRUN, "2", "--max-restarts", "3", "train/main.py", *settings, *model], patience=280)
     assert done.returncode == 1

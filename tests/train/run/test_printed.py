@@ -42,8 +42,8 @@ from train.run.report import BEST_MARK, Bar, Clock, Column, ScoreTable, describe
 from train.trainer.trainer import Trainer
 
 
-def seen(capsys: Any, *flags: str) -> str:
-    assert main(["--preview", *flags]) == 0
+def seen(capsys: Any, *flags: str, kind: str = "plan") -> str:
+    assert main(["--preview", kind, *flags]) == 0
     return capsys.readouterr().out
 
 
@@ -66,12 +66,6 @@ def of_torch(samples: int, batch_size: int, *, drop_last: bool = False) -> Plan:
         "7 samples on 4 ranks: each is seen exactly once in an epoch",
         "7 samples, batch 4 on 4 ranks: the last batch leaves one rank with nothing",
     ]),
-    (Plan(8, 4, set_epoch=False), 1, [
-        "8 samples on 1 rank: each is seen exactly once in an epoch",
-        "no set_epoch: every epoch has the same order",
-    ]),
-    (Plan(10, 4, sampler="none"), 4, ["no sampler: every rank takes all 10 samples, 4 times in all"]),
-    (Plan(10, 4, sampler="none"), 1, ["10 samples on 1 rank: each is seen exactly once in an epoch"]),
 ])  # fmt: skip
 def test_the_sentences_say_what_is_repeated_left_out_or_missing(plan, world_size, said):
     assert preview.sentences(plan, world_size) == said
@@ -102,8 +96,8 @@ def test_a_long_table_names_what_it_leaves_out():
 
 
 def test_the_json_is_what_torchs_classes_take(capsys):
-    flags = "--json --data fake:10 --sampler torch --spawn 2 --batch-size 4 --epochs 2 --seed 3"
-    entries = json.loads(seen(capsys, *flags.split()))
+    flags = "--data fake:10 --sampler torch --spawn 2 --batch-size 4 --epochs 2 --seed 3"
+    entries = json.loads(seen(capsys, *flags.split(), kind="json"))
     assert [(entry["epoch"], entry["rank"]) for entry in entries] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     samples = range(sum(map(len, entries[0]["steps"] + entries[1]["steps"])))
     for entry in entries:
@@ -111,15 +105,6 @@ def test_the_json_is_what_torchs_classes_take(capsys):
         sampler.set_epoch(entry["epoch"])
         loader = DataLoader(samples, 2, sampler=sampler, collate_fn=list)
         assert entry["steps"] == list(loader)
-
-
-def test_it_says_what_no_sampler_and_no_set_epoch_would_do(capsys):
-    flags = "--data fake:10 --sampler none --no-set-epoch --spawn 4 --batch-size 4"
-    text = seen(capsys, *flags.split())
-    assert "no sampler: every rank takes all " in text
-    assert "no set_epoch: every epoch has the same order" in text
-    assert main(["--sampler", "none"]) == 2
-    assert "--sampler none: every rank would train on all samples" in capsys.readouterr().err
 
 
 def test_shares_that_are_measured_are_said_to_be_equal_until_then(capsys):
