@@ -123,7 +123,7 @@ FREE = {
     *("timeout", "grace", "prove_every", "stop_at"),
     *("out", "save_every", "save", "save_parts", "keep", "keep_deltas", "resume", "force", "change"),
     *("data_root", "download", "skip_damaged"),
-    *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
+    "rank_share",  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("shard", "shard_blocks", "shard_offload", "mesh"),
     *("max_time", "eval_every", "eval_batch", "log_every", "preview"),

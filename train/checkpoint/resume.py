@@ -379,7 +379,7 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
         what = f"whose --best {config.scores.best} is on another test set ({judge}; now {trainer.judge})"
         raise _other(path, what, "give the same --also-test, or --change best")
     same_ranks = plan["world_size"] == trainer.place.world_size
-    for name in ("accumulate", *(("rank_batch", "rank_share") if same_ranks else ())):
+    for name in ("accumulate", *(("rank_share",) if same_ranks else ())):
         if now[name] == then[name] or name in allowed:
             continue
         if why := trainer.depends_on_passes(shares=name != "accumulate"):

@@ -2,7 +2,7 @@
 
     data = "folder:pictures"
     lr = 0.05
-    rank-batch = [2, 10]        # 2,10 on the command line
+    rank-share = [2, 10]        # 2,10 on the command line
     drop-last = true
 
 Each value is read as the flag reads it. The table [about] is what a run says of itself, and no setting.
@@ -216,11 +216,10 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
 
 
 def _complete(values: dict[str, Any]) -> TrainConfig:
-    """Return the configuration of what is given; some defaults depend on the optimizer and --rank-batch."""
+    """Return the configuration of what is given; some defaults depend on the optimizer."""
     usual = TrainConfig()
     optimizer = values.get("optimizer", usual.optimizer.name)
-    batch_size = sum(values.get("rank_batch") or [usual.batch.size])
-    values = {"batch_size": batch_size, **sections.defaults_of(optimizer), **values}
+    values = {**sections.defaults_of(optimizer), **values}
     settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return usual.changed(**settings)
 
@@ -371,17 +370,19 @@ def make_plan(config: TrainConfig, samples: int) -> Plan:
     samples -= samples % config.batch.size * is_stream
     # With "auto", shares are equal until the ranks' speeds have been measured.
     shares = config.batch.rank_share if isinstance(config.batch.rank_share, tuple) else None
-    names = ("batch_size", "seed", "drop_last", "accumulate", "sampler", "rank_batch")
+    names = ("batch_size", "seed", "drop_last", "accumulate", "sampler")
     settings = {name: config[name] for name in names}
     return Plan(samples, **settings, rank_share=shares, in_order=is_stream)
 
 
 def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data."""
-    if config.batch.rank_share == "auto" and (config.batch.rank_batch or config.batch.sampler != "exact"):
-        other = "--rank-batch" if config.batch.rank_batch else f"--sampler {config.batch.sampler}"
+    if config.batch.rank_share == "auto" and config.batch.sampler != "exact":
         hint = "give one of them"
-        raise UsageFault(f"--rank-share auto: {other} says already how a batch is dealt", hint=hint)
+        raise UsageFault(
+            f"--rank-share auto: --sampler {config.batch.sampler} says already how a batch is dealt",
+            hint=hint,
+        )
     _check_sharding(config, world_size)
     if config.batch.virtual_ranks is not None:
         _check_virtual_ranks(config, config.batch.virtual_ranks, world_size)
@@ -432,7 +433,6 @@ def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> 
     shares = "virtual ranks have equal shares"
     apart = "virtual ranks compute apart, and each normalises by its own samples"
     against = (
-        ("--rank-batch", batch.rank_batch is not None, shares),
         ("--rank-share", batch.rank_share is not None, shares),
         (f"--sampler {batch.sampler}", batch.sampler != "exact", "its repeats depend on the ranks"),
         (f"--batchnorm {model.batchnorm}", model.batchnorm != "plain", apart),

@@ -38,7 +38,7 @@ CHANGEABLE = {
     *("lr", "momentum", "betas", "eps", "nesterov", "weight_decay", "lr_scale", "layer_decay", "clip_norm"),
     *("scheduler", "warmup", "min_lr", "cooldown"),
     *("label_smoothing", "augment", "mixup", "cutmix"),
-    *("accumulate", "rank_batch", "rank_share"),
+    *("accumulate", "rank_share"),
     "best",
 }
 
@@ -358,15 +358,10 @@ class BatchConfig:
     """How samples are ordered, cut into batches and dealt to ranks."""
 
     size: int = count(64, "training: samples per optimizer step over all ranks (64)", name="batch_size")
-    rank_batch: tuple[int, ...] | None = flag(
-        None,
-        "training N,N,...: samples per optimizer step of each rank, in place of --batch-size",
-        type=flags.integers,
-    )
     rank_share: tuple[int, ...] | str | None = flag(
         None,
-        "training N,N,...|auto: divide each batch in these proportions; auto: by the measured speed of the "
-        "ranks",
+        "training N,N,...|auto: divide each batch among the ranks in these proportions; auto: by their "
+        "measured speed",
         type=flags.integers_or_auto,
     )
     virtual_ranks: int | None = count(

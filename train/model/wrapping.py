@@ -237,10 +237,9 @@ def batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
     last = plan.steps_of(world_size) - 1 if last_only else 0
     given = f"--batch-size {plan.batch_size}"
     ways = [f"another --batch-size than {plan.batch_size}"]
-    for flag, weights in (("--rank-batch", plan.rank_batch), ("--rank-share", plan.rank_share)):
-        if weights:
-            given = f"{flag} {','.join(map(str, weights))}"
-            ways = [f"other numbers as {flag}"] + ways * (flag == "--rank-share")
+    if plan.rank_share:
+        given = f"--rank-share {','.join(map(str, plan.rank_share))}"
+        ways = ["other numbers as --rank-share", *ways]
     if last_only:
         ways.insert(0, "--drop-last")
     if plan.accumulate > 1:

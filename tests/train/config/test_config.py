@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -17,7 +18,7 @@ from tests.support.running import ROOT
 from train import evaluate, main
 from train.config import command_line, flags
 from train.config.flags import Every, flags_in, setting_of
-from train.config.sections import TrainConfig
+from train.config.sections import CHANGEABLE, TrainConfig
 from train.launch import program as launch
 
 
@@ -114,11 +115,6 @@ def test_a_configuration_becomes_flags_again_without_defaults(line):
     assert len(again) == len(line.split())
 
 
-def test_a_rank_batch_stands_for_the_batch_size():
-    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch.size == 12
-    assert command_line.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch.size == 12
-
-
 def test_resume_without_a_value_means_auto():
     assert command_line.parse(["--resume", "--out", "x"]).saving.resume == "auto"
 
@@ -196,9 +192,8 @@ WRONG = {
     "--rank-share": [
         "--rank-share 1,3",
         *(f"--spawn 2 --rank-share {share}" for share in ("1,2,3", "1,0", "1,900")),
-        *(f"--spawn 2 --rank-share 1,1 {other}" for other in ("--rank-batch 2,2", "--sampler torch")),
+        *(f"--spawn 2 --rank-share 1,1 {other}" for other in ("--sampler torch",)),
     ],
-    "--rank-batch": ["--spawn 2 --rank-batch 2,10 --batch-size 16", "--spawn 2 --rank-batch 2,0"],
     "--sampler": ["--sampler none"],
     "--mean": ["--mean 0,x", "--data fake:20 --mean 1,2"],
     "--std": ["--std 1,0,1"],
@@ -369,7 +364,7 @@ def test_a_file_holds_what_the_command_line_would(parsed):
         data = "fake:40"
         lr = 1e-3
         batch-size = 12
-        rank-batch = [2, 10]
+        rank-share = [2, 10]
         spawn = 2
         mean = [0.5, 0.25, 1]
         drop-last = true
@@ -382,7 +377,7 @@ def test_a_file_holds_what_the_command_line_would(parsed):
         out = "x"
     """
     line = (
-        "--data fake:40 --lr 1e-3 --batch-size 12 --rank-batch 2,10 --spawn 2 --mean 0.5,0.25,1 --drop-last "
+        "--data fake:40 --lr 1e-3 --batch-size 12 --rank-share 2,10 --spawn 2 --mean 0.5,0.25,1 --drop-last "
     )
     line += "--deterministic --save-every 20steps --max-time 90 --tracker wandb --tracker tensorboard "
     line += "--every 3steps own.py:f --resume auto --out x"
@@ -427,8 +422,8 @@ REFUSED_IN_A_FILE = {
     "drop-last = 1": ("drop-last: is true or false, not 1", ""),
     'drop-last = "true"': ('drop-last: is true or false, not "true"', ""),
     'batchnorm = "none"': ("--batchnorm: invalid choice: 'none'", ""),
-    "rank-batch = []": ("--rank-batch: '' is not an integer", ""),
-    "rank-batch = [[1], 2]": ("rank-batch: [1] is no value of a flag", ""),
+    "rank-share = []": ("--rank-share: '' is not an integer", ""),
+    "rank-share = [[1], 2]": ("rank-share: [1] is no value of a flag", ""),
     'every = ["1", "a.py:f", "--lr=9"]': ("every: takes 2 values, not 3", ""),
     'every = ["1"]': ("every: takes 2 values, not 1", ""),
     "[optimizer]\nlr = 2": ("[optimizer]: a table, and no setting is one", "stand above all tables"),
@@ -477,7 +472,7 @@ def test_flags_about_files_that_make_no_sense_are_one_line(here, capsys, line, s
 
 
 def test_what_is_printed_gives_the_same_configuration(tmp_path, monkeypatch, capsys):
-    line = "--optimizer adamw --lr 0.5 --spawn 2 --rank-batch 2,10 --deterministic --warmup 3steps"
+    line = "--optimizer adamw --lr 0.5 --spawn 2 --rank-share 2,10 --deterministic --warmup 3steps"
     line += " --every 2 a.py:f --tracker wandb --mean=-0.5 --out x --best loss"
     assert main.main([*line.split(), "--preview", "settings"]) == 0
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
@@ -590,3 +585,10 @@ def test_a_disk_that_refuses_the_file_ends_no_run(here, monkeypatch, capsys):
     assert main.main([*TINY, "--out", "a"]) == 0
     why = "a/config.toml: could not be written: no space left on device"
     assert f"warning: {why}; training goes on\n" in capsys.readouterr().err
+
+
+def test_the_page_on_a_resume_names_every_setting_that_may_change():
+    page = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    _, _, listed = page.partition("These may be changed")
+    listed, _, _ = listed.partition("The next step")
+    assert sorted(re.findall(r"`([a-z][a-z-]*)`", listed)) == sorted(n.replace("_", "-") for n in CHANGEABLE)

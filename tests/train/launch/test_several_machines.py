@@ -225,7 +225,7 @@ class TwoMachines:
         return codes
 
     def said(self) -> str:
-        return "\n".join(f"== {agent.log.name}\n{agent.log.read_text()[-3000:]}" for agent in self.agents)
+        return "\n".join(f"== {agent.log.name}\n{agent.log.read_text()[-9000:]}" for agent in self.agents)
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_a_link_that_is_cut_for_long_ends_a_step_and_the_run_goes_on_when_it_is_
     run = two_machines([pause(3)], timeout=6)
     run.cut_link(12)
     assert run.ends() == [0, 0], run.said()
-    assert "error: rank 1: rank 0 is silent" in run.said()
+    assert re.search("error: rank 1: (rank 0 is silent|the store of the process group has not)", run.said())
     assert_undisturbed(run.folder / "run", tmp_path)
 
 

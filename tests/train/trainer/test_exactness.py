@@ -87,7 +87,7 @@ ROWS = [
     Row("`--also-test`, `--best`, `--keep-best`", BEST, data=runs.images_twice),
     Row("`--rank-share 1,1`", {"rank_share": (1, 1)}, sizes=(2,)),
     Row("`--rank-share 1,3`", {"rank_share": (1, 3)}, sizes=(2,)),
-    Row("`--rank-batch 2,10`", {"rank_batch": (2, 10)}, sizes=(2,)),
+    Row("`--rank-share 2,10`", {"rank_share": (2, 10)}, sizes=(2,)),
     Row("BatchNorm, `--batchnorm sync`", {"batchnorm": "sync"}, runs.with_batchnorm),
     Row("BatchNorm and dropout, `--virtual-ranks 12`", {"virtual_ranks": 12}, runs.restless, bound=0.0),
     Row("BatchNorm, each rank's own", {}, runs.with_batchnorm, bound=None),

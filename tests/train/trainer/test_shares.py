@@ -40,16 +40,16 @@ def data_of(samples: int) -> Any:
 # ---- exactness -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.covered(lambda make, size, share, extra: (size, "rank_batch" in share) != (4, True))
+@pytest.mark.covered(lambda make, size, share, extra: (size, share["batch_size"]) != (4, 12))
 @pytest.mark.parametrize(("make", "extra"), [
     (plain, {}), (plain, {"accumulate": 3}), (plain, {"clip_norm": 0.3}),
     (plain, {"accumulate": 4, "clip_norm": 0.3}), (normalised, {}), (normalised, {"clip_norm": 0.3}),
 ], ids=["plain", "accumulate", "clip", "both", "sync", "sync and clip"])  # fmt: skip
 @pytest.mark.parametrize(("size", "share"), [
     (2, {"rank_share": (1, 3), "batch_size": 16}),
-    (2, {"rank_batch": (2, 10), "batch_size": 12}),  # the last batch of 5 is 1 and 4
+    (2, {"rank_share": (2, 10), "batch_size": 12}),  # the last batch of 5 is 1 and 4
     (4, {"rank_share": (1, 2, 3, 10), "batch_size": 16}),
-    (4, {"rank_batch": (9, 1, 1, 1), "batch_size": 12}),
+    (4, {"rank_share": (9, 1, 1, 1), "batch_size": 12}),
 ])  # fmt: skip
 def test_training_in_unequal_shares_is_that_of_one_process(run_ranks, make, size, share, extra):
     settings = {**SGD, **share, **extra, "epochs": 2, "batchnorm": "sync" if make is normalised else "plain"}
@@ -62,7 +62,7 @@ def test_training_in_unequal_shares_is_that_of_one_process(run_ranks, make, size
 def test_ranks_with_other_numbers_of_passes_agree_under_sync_batchnorm(run_ranks):
     settings = {
         **SGD,
-        "rank_batch": (2, 10),
+        "rank_share": (2, 10),
         "batch_size": 12,
         "accumulate": 4,
         "drop_last": True,
@@ -90,8 +90,6 @@ def test_with_torchs_sampler_the_repeats_count_as_samples(run_ranks):
 @pytest.mark.parametrize(("settings", "said", "hint"), [
     ({"rank_share": (1, 7), "batch_size": 8},
      "--rank-share 1,7: a batch of 8 gives a rank a single sample", "other numbers as --rank-share"),
-    ({"rank_batch": (1, 3), "batch_size": 4},
-     "--rank-batch 1,3: a batch of 4 gives a rank a single sample", "other numbers as --rank-batch"),
     ({"rank_share": (1, 3), "batch_size": 8},
      "--rank-share 1,3: the last batch of 4 gives a rank a single sample", "--drop-last"),
 ])  # fmt: skip
@@ -272,9 +270,9 @@ def test_before_training_it_is_said_why_accumulate_is_another_training(run_ranks
     assert other == ""
 
 
-CHANGES = {"accumulate": 3, "rank_batch": (3, 9), "rank_share": (1, 3)}
+CHANGES = {"accumulate": 3, "rank_share": (1, 3)}
 CASES = [(name, "accumulate") for name in MODELS]
-CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_share")]
+CASES += [(name, "rank_share") for name in [*MODELS][:6]]
 
 
 @pytest.mark.covered(
@@ -282,7 +280,7 @@ CASES += [(name, one) for name in [*MODELS][:6] for one in ("rank_batch", "rank_
         name in ("both", "frozen", "pooled", "virtual ranks", "dropout, by a function")
         or (
             setting != "accumulate"
-            and (name, setting) not in {("neither", "rank_batch"), ("sync", "rank_share")}
+            and (name, setting) not in {("neither", "rank_share"), ("sync", "rank_share")}
         )
     )
 )

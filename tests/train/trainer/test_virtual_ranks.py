@@ -155,7 +155,6 @@ def test_the_program_gives_the_same_bits_with_and_without_a_launcher_that_sets_t
     ("--batch-size 3", "--virtual-ranks 4: more than the 3 samples in a batch"),
     ("--batchnorm sync", "--virtual-ranks 4 and --batchnorm sync: virtual ranks compute apart"),
     ("--batchnorm pooled", "--virtual-ranks 4 and --batchnorm pooled: virtual ranks compute apart"),
-    ("--spawn 2 --rank-batch 3,5", "--virtual-ranks 4 and --rank-batch: virtual ranks have equal shares"),
     ("--spawn 2 --rank-share auto", "--virtual-ranks 4 and --rank-share: virtual ranks have equal shares"),
     ("--sampler torch", "--virtual-ranks 4 and --sampler torch: its repeats depend"),
     ("--find-unused", "--virtual-ranks 4 and --find-unused: every virtual rank needs"),
