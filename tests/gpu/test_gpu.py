@@ -86,9 +86,9 @@ PLAIN = {
     "with zero": ["--zero"],
     "with loading processes and pinned memory": ["--workers", "2"],
     "with fsdp2": ["--shard"],
-    "with fsdp2 in bfloat16": ["--shard", "--shard-dtype", "bf16"],
+    "with fsdp2 in bfloat16": ["--shard", "bf16"],
     "with fsdp2 in float16 with the scaler": ["--shard", "--amp", "fp16"],
-    "with fsdp2 offloaded to the cpu": ["--shard", "--shard-offload", "--clip-norm", "1"],
+    "with fsdp2 offloaded to the cpu": ["--shard", "offload", "--clip-norm", "1"],
     "with fsdp2 compiled": ["--shard", "--compile"],
 }
 
@@ -150,7 +150,7 @@ def test_a_fused_optimizer_updates_as_the_plain_one():
 def test_groups_of_fsdp2_train_as_one_group(train):
     whole, groups = (
         train("whole", "--shard"),
-        train("groups", "--shard", "--mesh", f"{GPUS // 2}x2", ranks=GPUS // 2 * 2),
+        train("groups", "--shard", f"{GPUS // 2}x2", ranks=GPUS // 2 * 2),
     )
     assert runs.largest_difference(last(whole), last(groups)) < 1e-3
 

@@ -30,7 +30,17 @@ from ckpttool.distributed.plan import check as check_dealt
 from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.mapping.verbs import lines, text
 from train.config import sections
-from train.config.flags import Parser, add_flags, closest, fields_of, flags_in, name_of, setting_of
+from train.config.flags import (
+    Parser,
+    add_flags,
+    as_typed,
+    closest,
+    fields_of,
+    flags_in,
+    name_of,
+    setting_of,
+    sharded,
+)
 from train.config.sections import TrainConfig, check, check_shared
 
 CONFIG_FILE = "config.toml"
@@ -159,7 +169,7 @@ def is_of_a_run(path: str) -> bool:
 
 def _setting_lines(config: TrainConfig, left_out: Sequence[str]) -> Iterator[str]:
     """Yield the settings, each on a line, with the defaults as comments."""
-    group, values, defaults = "", config.plain(), _defaults(config)
+    group, values, defaults = "", as_typed(config.plain()), _defaults(config)
     for field in (field for field in flags_in(type(config)) if setting_of(field) not in left_out):
         if field.metadata["group"] != group:
             group = field.metadata["group"]
@@ -219,6 +229,8 @@ def _complete(values: dict[str, Any]) -> TrainConfig:
     """Return the configuration of what is given; some defaults depend on the optimizer."""
     usual = TrainConfig()
     optimizer = values.get("optimizer", usual.optimizer.name)
+    if "shard" in values:
+        values = {**values, **sharded(values["shard"])}
     values = {**sections.defaults_of(optimizer), **values}
     settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return usual.changed(**settings)
@@ -285,9 +297,10 @@ def _defaults(config: TrainConfig) -> dict[str, Any]:
 
 def arguments_of(config: TrainConfig) -> list[str]:
     """Return the command line that gives this configuration, without defaults and files of settings."""
-    defaults, values = _defaults(config), config.plain()
+    defaults, values = _defaults(config), as_typed(config.plain())
+    fields = {name: field for name, (_, field) in fields_of(type(config)).items() if name in values}
     arguments: list[str] = []
-    for name, (_, field) in fields_of(type(config)).items():
+    for name, field in fields.items():
         value, flag = values[name], name_of(field)
         if value == defaults[name] or name in SOURCES:
             continue
@@ -399,7 +412,7 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
     """Refuse flags that need `--shard`, and those that can't be combined with it; UsageFault names both."""
     batch, model = config.batch, config.model
     if not model.shard:
-        for name in ("mesh", "shard_blocks", "shard_dtype", "shard_offload", "save_parts"):
+        for name in ("shard_blocks", "save_parts"):
             if config[name]:
                 raise UsageFault(f"{flag(name)}: needs --shard", hint="give it, or leave this out")
         return
@@ -416,7 +429,7 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
     _refuse_beside("--shard", against)
     groups, ranks = mesh_sizes(model.mesh, world_size)
     if groups * ranks != world_size:
-        what = f"--mesh {model.mesh}: is {groups * ranks} ranks, and there are {world_size}"
+        what = f"--shard {model.mesh}: is {groups * ranks} ranks, and there are {world_size}"
         raise UsageFault(what, hint="give as many groups and ranks in each as there are ranks")
 
 

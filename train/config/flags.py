@@ -21,6 +21,7 @@ from train import console
 
 Field = dataclasses.Field[Any]
 
+MESH = re.compile(r"[1-9]\d*x[1-9]\d*")
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 SPELLINGS = {
     "steps": ("steps", "step"),
@@ -143,11 +144,31 @@ def duration(text: str) -> float:
     return number(above=0)(value) * SECONDS[unit or "s"]
 
 
-def mesh(text: str) -> str:
-    """Read `2x4`: groups, and ranks in each."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers as 2x4: groups, and ranks in each")
+def sharding(text: str) -> str:
+    """Check `bf16`, `offload` and `2x4`, groups and ranks in each, with commas between them."""
+    for word in filter(None, text.split(",")):
+        if word not in ("bf16", "offload") and not MESH.fullmatch(word):
+            what = f"{word!r} is none of bf16, offload, and 2x4: groups, and ranks in each"
+            raise argparse.ArgumentTypeError(what)
     return text
+
+
+def sharded(text: str) -> dict[str, Any]:
+    """Return the settings that `--shard` gives."""
+    words = [*filter(None, text.split(","))]
+    mesh = next((word for word in words if MESH.fullmatch(word)), None)
+    dtype = "bf16" if "bf16" in words else None
+    return {"shard": True, "shard_dtype": dtype, "shard_offload": "offload" in words, "mesh": mesh}
+
+
+def as_typed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings by the flags that give them, as the inverse of `sharded`."""
+    rest = {name: value for name, value in values.items() if name not in sharded("")}
+    if "shard" not in values:
+        return rest
+    words = values["mesh"], values["shard_dtype"], "offload" * values["shard_offload"]
+    how = ",".join(filter(None, words))
+    return rest | {"shard": values["shard"] and (how or True)}
 
 
 def _number_and_unit(text: str, units: tuple[str, ...]) -> tuple[str, str]:
@@ -185,6 +206,11 @@ def repeated(text: str, **options: Any) -> Any:
 
 def switch(text: str, **options: Any) -> Any:
     return flag(False, text, **options)
+
+
+def part_of(name: str, default: Any = None) -> Any:
+    """Return a field for a part of what another setting's flag gives."""
+    return dataclasses.field(default=default, metadata={"flag": name})
 
 
 def real(default: float | None, text: str, **span: float) -> Any:
@@ -360,7 +386,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Sections], first: Se
 
 def name_of(field: Field) -> str:
     """Return the flag of a field: `--batch-size`."""
-    return f"--{setting_of(field).replace('_', '-')}"
+    return f"--{field.metadata.get('flag', setting_of(field)).replace('_', '-')}"
 
 
 def shown(field: Field, value: Any) -> str:
@@ -379,7 +405,7 @@ def _options(field: Field) -> dict[str, Any]:
     default: Any = field.default
     options = {name: value for name, value in field.metadata.items() if name not in ("group", "name")}
     options |= {"dest": setting_of(field), "default": default}
-    if isinstance(default, bool):
+    if isinstance(default, bool) and "nargs" not in options:
         options["action"] = f"store_{str(not default).lower()}"
     elif options.get("action") == "append":  # argparse appends to the default itself
         options["default"] = list(default)

@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
 from train.config import flags
-from train.config.flags import Every, Sections, count, flag, number, real, repeated, switch
+from train.config.flags import Every, Sections, count, flag, number, part_of, real, repeated, switch
 
 OWN = ""  # the name of --data's own test set, beside those of --also-test
 
@@ -322,24 +322,23 @@ class ModelConfig:
         "model: compute activations again in the backward pass: less memory, more time"
     )
     find_unused: bool = switch("model: let a forward pass leave parameters out, at the cost of a search")
-    shard: bool = switch(
-        "model: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP)"
+    shard: bool = flag(
+        False,
+        "model HOW: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP); "
+        "bf16: send and use parameters in this type, and sum gradients in float32; offload: keep all in the "
+        "memory of the CPU; 2x4: hold the model once in each of 2 groups of 4 ranks; several with commas",
+        type=flags.sharding,
+        nargs="?",
+        const="",
     )
     shard_blocks: tuple[str, ...] = repeated(
         "model CLASS: with --shard: modules of this class are put together one at a time (the blocks that "
         "--grad-checkpoint takes); may be repeated"
     )
-    shard_dtype: str | None = flag(
-        None, "model {bf16}: with --shard: send and use parameters in this type, and sum gradients in float32"
-    )
-    shard_offload: bool = switch(
-        "model: with --shard: keep parameters and the optimizer's state in the memory of the CPU"
-    )
-    mesh: str | None = flag(
-        None,
-        "model GROUPSxRANKS: with --shard: hold the model once in each group of ranks, as 2x4 (one group)",
-        type=flags.mesh,
-    )
+    # Words of --shard
+    shard_dtype: str | None = part_of("shard")
+    shard_offload: bool = part_of("shard", False)
+    mesh: str | None = part_of("shard")
 
 
 @dataclass(frozen=True)

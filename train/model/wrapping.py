@@ -265,7 +265,7 @@ def two_dtypes(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str
 # et al. 2023, arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`). Names, gradients and updates are those
 # under DDP. What differs is that every pass sends, so ranks pass the model equally often.
 #
-# With `--mesh RxS` there are R groups of S ranks; each group holds the whole model, and gradients are summed
+# With `--shard RxS` there are R groups of S ranks; each group holds the whole model, and gradients are summed
 # over all ranks (HSDP). So less is sent between groups, as between machines.
 
 
@@ -415,7 +415,7 @@ def check_sharding(settings: ModelConfig, model: nn.Module, optimizer: str) -> N
         _require_one_dtype(model, path, inner)
     for path, module in model.named_modules():
         if settings.shard_dtype and isinstance(module, _BatchNorm):
-            what = f"--shard-dtype bf16: '{path}' of {settings.name} is a {type(module).__name__}"
+            what = f"--shard bf16: '{path}' of {settings.name} is a {type(module).__name__}"
             hint = "give --amp bf16, which normalises in float32"
             raise UsageFault(f"{what}, whose statistics are float32", hint=hint)
 

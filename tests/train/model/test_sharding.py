@@ -114,7 +114,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused(name):
 
 
 def test_batchnorm_keeps_float32_statistics_and_is_refused_in_bfloat16():
-    with pytest.raises(UsageFault, match="--shard-dtype bf16: 'bn1' of simple-cnn is a BatchNorm2d"):
+    with pytest.raises(UsageFault, match="--shard bf16: 'bn1' of simple-cnn is a BatchNorm2d"):
         wrapping.check_sharding(config(shard_dtype="bf16"), resnet20(), "sgd")
 
 
@@ -135,18 +135,15 @@ def test_outputs_in_which_fsdp_finds_no_tensor_are_refused():
 # ---- flags ----------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--mesh 2x2": "--mesh: needs --shard",
     "--shard-blocks Block": "--shard-blocks: needs --shard",
-    "--shard-dtype bf16": "--shard-dtype: needs --shard",
-    "--shard-offload": "--shard-offload: needs --shard",
     "--shard --every 3 own.py:look": "--shard and --every: its function gets a copy of the model",
     "--shard --zero": "--shard and --zero: the optimizer's state is divided already",
     "--shard --virtual-ranks 4": "--shard and --virtual-ranks 4: they add whole gradients",
     "--shard --find-unused": "--shard and --find-unused: gradients of a unit are sent as one",
     "--shard --rank-share auto": "--shard and --rank-share auto: ranks wait for each other",
-    "--shard --mesh 2x4": "--mesh 2x4: is 8 ranks, and there are 4",
-    "--shard --mesh 2x": "'2x' is not two numbers as 2x4",
-    "--shard --mesh 0x4": "'0x4' is not two numbers as 2x4",
+    "--shard 2x4": "--shard 2x4: is 8 ranks, and there are 4",
+    "--shard 2x": "'2x' is none of bf16, offload, and 2x4",
+    "--shard bf16,0x4": "'0x4' is none of bf16, offload, and 2x4",
 }
 
 
@@ -163,13 +160,10 @@ def test_the_flags_are_written_again_as_they_were_read(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = [
         "--shard",
+        "2x2,bf16,offload",
         "--shard-blocks",
         "Block",
         "--shard-blocks",
         "Head",
-        "--shard-dtype",
-        "bf16",
-        "--mesh",
-        "2x2",
     ]
     assert command_line.arguments_of(command_line.parse(flags)) == flags

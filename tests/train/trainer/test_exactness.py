@@ -97,11 +97,11 @@ ROWS = [
     Row("`--shard --clip-norm 0.2`", {**SHARD, "clip_norm": 0.2}),
     Row("`--shard --ema 0.7`", {**SHARD, "ema": 0.7}),
     Row("`--shard --grad-checkpoint`", {**SHARD, "grad_checkpoint": True}),
-    Row("`--shard --shard-offload`", {**SHARD, "shard_offload": True}),
+    Row("`--shard offload`", {**SHARD, "shard_offload": True}),
     Row("`--shard --amp bf16`", {**SHARD, "amp": "bf16"}, bound=BF16),
-    Row("`--shard --shard-dtype bf16`", {**SHARD, "shard_dtype": "bf16"}, bound=BF16),
+    Row("`--shard bf16`", {**SHARD, "shard_dtype": "bf16"}, bound=BF16),
     Row("`--shard --rank-share 1,3`", {**SHARD, "rank_share": (1, 3)}, sizes=(2,)),
-    Row("`--shard --mesh 2x2`", {**SHARD, "mesh": "2x2"}, sizes=(4,)),
+    Row("`--shard 2x2`", {**SHARD, "mesh": "2x2"}, sizes=(4,)),
     Row("`--shard`, a stream in two lanes", SHARD, data=runs.streamed),
     Row("`--shard`, packed documents", {"shard": True, **LANGUAGE}, runs.of_tokens, data=runs.documents),
     Row("`--shard --lr-scale --layer-decay`", {**SHARD, **GROUPS}),
@@ -205,7 +205,7 @@ With `--shard` gradients are summed in another order than by DDP, which shows fr
 of `--clip-norm` is summed over the ranks' parts, and `--accumulate` adds passes after they were summed over
 ranks. `--save-parts` changes no bit. Refused with `--shard` are `--zero`, `--virtual-ranks`, `--find-unused`,
 `--rank-share auto`, `--every` and optimizers that need whole matrices (muon, adafactor, rprop); with
-`--save-parts` `--prove-every`; and with `--shard-dtype bf16` BatchNorm.
+`--save-parts` `--prove-every`; and with `--shard bf16` BatchNorm.
 
 ## Continued on another number of ranks
 
@@ -220,8 +220,8 @@ NEVER = """
 No machine with a GPU has run the trainer, so nothing above is known of GPUs. `make gpu` runs what is open,
 and writes [gpu.md](gpu.md): NCCL; loading and copies through pinned memory; `--amp fp16` with its scaler (on
 the CPU a test has all ranks skip a step for one rank's infinite gradient); `--compile` on a GPU, and with
-`--shard`; asynchronous saves from a GPU; `--shard`, `--mesh` and `--shard-offload` over NCCL; fused
-optimizers; torch's SyncBatchNorm. `--mesh` and `--save-parts` have not run on several machines.
+`--shard`; asynchronous saves from a GPU; `--shard` with all its words over NCCL; fused
+optimizers; torch's SyncBatchNorm. `--shard 2x4` and `--save-parts` have not run on several machines.
 """
 
 
@@ -307,7 +307,7 @@ def test_dividing_the_model_changes_no_bit_on_one_and_two_ranks_but_where_a_norm
         ours = by_name[f"`--shard {name[1:]}" if name.startswith("`") else f"{name}, `--shard`"]
         assert [ours[size] for size in (1, 2)] == [by_name[name][size] for size in (1, 2)]
     assert all(by_name["`--shard`"][size] == by_name["plain"][size] for size in (1, 2))
-    same = "`--shard`", "`--shard --grad-checkpoint`", "`--shard --shard-offload`"
+    same = "`--shard`", "`--shard --grad-checkpoint`", "`--shard offload`"
     assert by_name[same[0]] == by_name[same[1]] == by_name[same[2]]
 
 
