@@ -123,9 +123,11 @@ def apply(job: options.WriteJob, to: str | None, full: bool) -> None:
             return writing.apply(base, deltas, lazily=not job.dry_run, **bar.calls)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        with formats.open(base) as older:
-            before = older.found_state()
-        return checkpoint, Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False, before=before)
+        outcome = Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)
+        if job.companions:  # which were written for the base
+            with formats.open(base) as older:
+                outcome.before = older.found_state()
+        return checkpoint, outcome
 
     verify = job.verify or None  # the digest is compared while it is written, also with --no-verify
     rewrite(job, transform, opening=opening, to=to, full=full or None, verify=verify, needed=())

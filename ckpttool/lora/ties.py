@@ -119,19 +119,20 @@ class Ties:
     def _equal_to(self, name: str) -> Iterator[str]:
         """Yield the copies of a matrix of words that the settings tie to it; refuse if none say so."""
         is_known = name in self.tensors and (is_embedding(name) or is_output(name))
-        if not is_known or name in self.copies or self._said() is False:
+        if not is_known or name in self.copies:
             return
         tensor = self.tensors[name]
-        for pair in self._pairs():
-            other = pair[pair[0] == name]
-            copy, is_held = self.tensors[other], other in self.whole and other not in self.updates
-            if name not in pair or is_held or copy.view == tensor.view or not same_values(tensor, copy):
+        for other, copy in self.tensors.items():
+            is_held = other in self.whole and other not in self.updates
+            is_other = copy.view != tensor.view and copy.shape == tensor.shape and not is_held
+            if not (is_other and (is_embedding(other) or is_output(other)) and same_values(tensor, copy)):
                 continue
             if self._said() is None:
                 what = f"changes '{name[:80]}', and '{other[:80]}' is equal to it in {self.base}: tied?"
                 hint = 'say it in a config.json beside BASE: "tie_word_embeddings": true or false'
                 raise Refused(self.adapter.checkpoint.path, what, hint=hint)
-            yield other
+            if self._said() or (is_embedding(name) and is_embedding(other)):  # T5's are tied in any case
+                yield other
 
     def following(self) -> tuple[str, ...]:
         """Return the names that are tied to updated weights, and change with them."""

@@ -509,7 +509,7 @@ class SplitPlan:
         above = f"{dotted(self.state.path)}." if self.state.path else ""
         beside, tied = self.checkpoint.outside(replace(self.state, path=())), ties(self.tensors, {})
         cut = {id(self.tensors[name].storage) for name in self.sharded}
-        parted = (name for name in copied(self.state) if id(self.tensors[name].storage) in cut)
+        parted = (name for name in copied(self.state.tensors) if id(self.tensors[name].storage) in cut)
         return Split(
             path,
             self.ranks,

@@ -81,6 +81,23 @@ def test_a_copy_that_only_the_settings_tie_changes_with_the_update(
     assert report["followed"] == [OUTPUT if name == WORDS else WORDS]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_copies_of_an_embedding_change_together_as_t5_s_do(cli: Any, tmp_path: Path, tied: bool) -> None:
+    """Encoder and decoder share one with the model, whatever the settings say of the output layer."""
+    names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", OUTPUT)
+    base(tmp_path, tie_word_embeddings=tied)
+    save_file({name: TABLE.clone() for name in names}, tmp_path / "base" / "model.safetensors")
+    parts = {"shared.lora_embedding_A": torch.ones(1, 7), "shared.lora_embedding_B": torch.ones(6, 1)}
+    adapter(tmp_path, parts, task_type="SEQ_2_SEQ_LM")
+    _, _, report = merged(cli, tmp_path)
+    with ckpttool.open(tmp_path / "out") as checkpoint:
+        for name in names:
+            new = TABLE + 1 if tied or name != OUTPUT else TABLE
+            assert torch.equal(torch.from_numpy(checkpoint.state()[name].numpy()), new)
+    assert {*report["followed"]} == {*names[1:]} - ({OUTPUT} if not tied else set())
+    assert report["copied"] == []
+
+
 def test_a_copy_that_the_settings_do_not_tie_keeps_its_values(cli: Any, tmp_path: Path) -> None:
     base(tmp_path, tie_word_embeddings=False)
     adapter(tmp_path, factors(WORDS))

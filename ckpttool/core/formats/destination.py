@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -266,11 +266,11 @@ def report(checkpoint: Checkpoint, target: Destination, state: State | None, tie
             facts["devices"] = _devices(checkpoint, state.tensors.values())
         else:
             facts["tied"] = tuple(ties)
-            facts["copied"] = tuple(name for name in copied(state) if name not in ties)
+            facts["copied"] = copied({name: each for name, each in state.items() if name not in ties})
         return facts | {"keys": len(state.tensors), "left_out": lost}
     if kind == folders.DCP and not target.full:
         lost = (*need("dcp.reading").lost(checkpoint), *lost)
-        facts["copied"] = copied(state) if state else ()
+        facts["copied"] = copied(state.tensors) if state else ()
         facts["text_keys"] = need("dcp.reading").with_keys_made_text(checkpoint)
     if kind in PICKLES:
         facts["mentions"] = tuple(names_that_run(names_in(checkpoint.tree)))
@@ -303,15 +303,15 @@ def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, 
     return tuple(name or need("dcp.reading").TOP for name in numbered)
 
 
-def copied(state: State) -> tuple[str, ...]:
+def copied(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
     """Return the names whose bytes another name has too; a format without sharing gives each a copy."""
-    if len({id(tensor.storage) for tensor in state.tensors.values()}) == len(state.tensors):
+    if len({id(tensor.storage) for tensor in tensors.values()}) == len(tensors):
         return ()
     reached: dict[int, int] = {}  # in each storage, how far the names before this one go
     names = set()
-    for name, tensor in sorted(state.tensors.items(), key=lambda item: item[1].span[0]):
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span[0]):
         (begin, end), before = tensor.span, reached.get(id(tensor.storage), 0)
         if begin < min(end, before):
             names.add(name)
         reached[id(tensor.storage)] = max(before, end)
-    return tuple(name for name in state.tensors if name in names)
+    return tuple(name for name in tensors if name in names)
