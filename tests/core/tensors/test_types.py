@@ -186,6 +186,16 @@ def test_fours_that_torch_can_t_hold_are_refused_by_name(
         assert "'a'" in ran.err and said in ran.err
 
 
+def test_two_numbers_in_an_element_are_not_laid_out_anew(cli: Any, here: Path) -> None:
+    """torch would transpose the bytes, and leave each two numbers as neighbours."""
+    save_file({"a": tensor("float4_e2m1fn_x2", (4, 8)), "b": torch.ones(2, 3)}, "a.safetensors")
+    for change in ("--permute a=1,0", "--reshape a=8,4"):
+        ran = cli("convert", "a.safetensors", "b.safetensors", *change.split())
+        assert ran.code == 3
+        assert "'a' holds two numbers of four bits in each element" in ran.err
+    assert cli("convert", "a.safetensors", "b.safetensors", "--permute", "b=1,0").code == 0
+
+
 @pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
 def test_types_that_torch_lacks_are_refused_by_name(cli: Any, here: Path, name: str) -> None:
     with_header(here / "a.safetensors", name, [4], 3)
