@@ -265,11 +265,16 @@ def ties(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, str]:
 
     Of an embedding and what is tied to it, that is the embedding's, which transformers reads.
     """
-    ordered = [*filter(is_embedding, tensors), *tensors]
     first: dict[tuple[object, ...], str] = {}
-    first_of = {name: first.setdefault(tensors[name].view, name) for name in ordered if tensors[name].numel}
-    free = (name for name in first_of if name not in metadata and name not in RESERVED)
-    return {name: first_of[name] for name in free if first_of[name] != name}
+    first_of = {name: first.setdefault(tensor.view, name) for name, tensor in tensors.items() if tensor.numel}
+    tied = [(name, kept) for name, kept in first_of.items() if name != kept]  # few of them, if any
+    embeddings = {
+        kept: name for name, kept in reversed(tied) if is_embedding(name) and not is_embedding(kept)
+    }
+    kept_of = {kept: embeddings.get(kept, kept) for _, kept in tied}
+    kept_of |= {name: embeddings.get(kept, kept) for name, kept in tied}
+    free = (name for name in kept_of if name not in metadata and name not in RESERVED)
+    return {name: kept_of[name] for name in free if kept_of[name] != name}
 
 
 def without_ties(texts: Mapping[str, str], tensors: Tensors) -> tuple[dict[str, str], tuple[str, ...]]:
