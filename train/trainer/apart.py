@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +25,7 @@ from train.data.samples import count, digest_of
 from train.data.stream import Stream
 from train.model import wrapping
 from train.tasks.builtin import ModelLoss, UserTask
-
-if TYPE_CHECKING:
-    from train.trainer.preflight import Trial
+from train.trainer.trial import Trial
 
 TRIED = 4  # samples, whose loss is compared with that of their halves
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,96 +19,26 @@ from ckpttool.distributed.plan import Plan
 from ckpttool.distributed.randomness import seeded
 from ckpttool.distributed.uneven import leaving_no_trace, modes_kept
 from ckpttool.errors import CkptToolError, UsageFault, install
-from ckpttool.metrics.base import measures, update
 from ckpttool.models import factory
 from train import console
 from train.config.command_line import make_plan
 from train.config.sections import ModelConfig, TrainConfig
 from train.data.augment import augmented
-from train.data.batches import Undamaged, trial_batch
+from train.data.batches import Undamaged
 from train.data.data_set import Data
-from train.data.samples import Samples, count, digest_of
+from train.data.samples import count, digest_of
 from train.data.stream import Stream, is_plain
 from train.model import optimizer, updater, wrapping
-from train.tasks.builtin import PAIR, Classification, ModelLoss, Task, UserTask, loss_in
+from train.tasks.builtin import PAIR, ModelLoss, Task, UserTask, loss_in
 from train.trainer import apart
 from train.trainer.apart import NOTHING, Stateful
 from train.trainer.feed import SEEDS
 from train.trainer.progress import selection
+from train.trainer.trial import Trial
 
 TRIED = 8  # samples, of which one should have something that counts
 
 NO_GRADIENT = "compute it from the outputs (times 0 if need be), without .item(), .detach(), torch.no_grad()"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A dry run on copies of one sample."""
-
-    model: str  # as on the command line
-    data: Data
-    task: Task
-    part: str  # "training" or "test"
-
-    @property
-    def samples(self) -> Samples:
-        samples = self.data.train if self.part == "training" else self.data.test
-        assert samples is not None
-        return samples
-
-    def forward(self, model: nn.Module, size: int, sample: int = 0) -> tuple[Any, Any]:
-        """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch."""
-        batch = self.batch(size, sample)
-        has_classes = isinstance(self.task, Classification)
-        if not has_classes or self.data.collation(self.part).is_own:
-            self.task.check(batch, [sample] * size, self.part)
-        outputs = self.task.forward(model, batch)
-        if has_classes:
-            self._check_scores(outputs, size)
-        return outputs, batch
-
-    def batch(self, size: int, sample: int = 0) -> Any:
-        return self.batch_of([sample] * size)
-
-    def batch_of(self, samples: list[int]) -> Any:
-        return trial_batch(self.samples, self.data.collation(self.part), samples)
-
-    def _check_scores(self, outputs: Any, size: int) -> None:
-        """Refuse outputs that are not one row of scores for each sample, or too few for the classes."""
-        if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (size,) or outputs.dim() != 2:
-            raise TypeError("its output is not one row of class scores per sample")
-        if outputs.shape[1] < len(self.data.classes):
-            classes = f"{self.data.name} has {len(self.data.classes)} classes"
-            raise UsageFault(f"--model {self.model}: has {outputs.shape[1]} outputs, but {classes}")
-
-    def loss(self, outputs: Any, batch: Any, size: int, sample: int = 0) -> tuple[torch.Tensor, float]:
-        """Return the loss of a batch of `size` copies, as (sum, count)."""
-        self.task.check(batch, [sample] * size, self.part)
-        try:
-            total, count = self.task.loss(outputs, batch)
-        except CkptToolError:
-            raise
-        except Exception as error:
-            which = f"the loss of {self.part} sample {sample} of {self.data.name}"
-            what = f"--task {self.task.name}: {which}: {factory.described(error)}"
-            raise UsageFault(what) from error
-        return total, float(count)
-
-    def measure(self, outputs: Any, batch: Any) -> None:
-        """Raise UsageFault if a metric does not take the outputs."""
-        try:
-            for name, measure in measures(self.task.metrics).items():
-                update(name, measure.make(), measure.arguments, outputs, batch)
-        except CkptToolError as fault:
-            raise UsageFault(f"--task {self.task.name}: {fault.message}", hint=fault.hint) from fault
-
-    def unfit(self, error: Exception) -> CkptToolError:
-        """Return the error for a model that failed."""
-        if isinstance(error, CkptToolError):
-            return error
-        samples = " ".join(["×".join(map(str, self.data.shape)), "samples"]).strip()
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return UsageFault(f"--model {self.model}: does not take the {samples} of {self.data.name}: {reason}")
 
 
 def initialise(trial: Trial, model: nn.Module) -> None:
