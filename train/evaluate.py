@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
-SAVED: tuple[str, ...] = ("model", "data", "test_data", "block_size", "data_root", "task", "eval_batch")
+SAVED: tuple[str, ...] = ("model", "data", "test_data", "block_size", "task", "eval_batch")
 SAVED += ("mean", "std", "resize")
-WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds):|[^:]*$")
+WITHOUT_CODE = re.compile(r"(?:folder|fake|tokens|wds|cifar10|mnist):|[^:]*$")
 
 
 @dataclass(frozen=True)

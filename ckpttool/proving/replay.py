@@ -19,7 +19,7 @@ from ..core.files.digest import Link
 from ..errors import UsageFault
 
 # What the trainer knows by name, without code of the user's
-DATA = r"digits|cifar10|mnist|folder:.*|fake:\d+|tokens:.*|wds:.*|hf:.*"
+DATA = r"digits|(cifar10|mnist)(:.*)?|folder:.*|fake:\d+|tokens:.*|wds:.*|hf:.*"
 BUILT_IN = {
     "model": re.compile(r"simple-cnn|resnet20|torchvision:\w+"),
     "data": re.compile(DATA),

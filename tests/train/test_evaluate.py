@@ -372,7 +372,7 @@ NAMED = "code that is run only if you name it"
     ({"model": 3}, "does not say it"),
     ({"model": "own.py:net"}, f"is of own.py:net, {NAMED} (--model own.py:net)"),
     (
-        {"model": "own.py:net", "data": "fake:5", "data_root": "data", "eval_batch": 128, "mean": [0.5]},
+        {"model": "own.py:net", "data": "fake:5", "eval_batch": 128, "mean": [0.5]},
         "(--model own.py:net --data fake:5 --mean 0.5)",
     ),
     ({"model": "os:getcwd"}, f"is of os:getcwd, {NAMED}"),

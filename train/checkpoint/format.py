@@ -122,7 +122,7 @@ FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
     *("timeout", "grace", "prove_every", "stop_at"),
     *("out", "save_every", "save", "save_parts", "keep", "keep_deltas", "resume", "force", "change"),
-    *("data_root", "download", "skip_damaged"),
+    *("download", "skip_damaged"),
     "rank_share",  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("shard", "shard_blocks", "shard_offload", "mesh"),

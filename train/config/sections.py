@@ -205,9 +205,9 @@ class DataConfig:
 
     name: str = flag(
         "digits",
-        "data DATA: digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and "
-        "PATH/test/..., or one level of classes), fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME, or "
-        "file.py:factory, which returns (train, test), or train alone",
+        "data DATA: digits (the default), cifar10 or mnist (of ./data, or cifar10:DIR), folder:PATH "
+        "(PATH/train/<class>/* and PATH/test/..., or one level of classes), fake:N, tokens:PATTERN, "
+        "wds:PATTERN, hf:NAME, or file.py:factory, which returns (train, test), or train alone",
         name="data",
     )
     test_data: str | None = flag(
@@ -220,7 +220,6 @@ class DataConfig:
         None, "data: shuffle-buffer size for streams, in samples (hf:NAME 1000, others 1)"
     )
     skip_damaged: bool = switch("data: leave out samples that can't be read, and count them")
-    data_root: str = flag("data", "data DIR: where cifar10 and mnist are stored (data)")
     download: bool = switch("data: download cifar10 or mnist if it is missing")
     mean: tuple[float, ...] | None = flag(
         None,

@@ -58,34 +58,38 @@ def _digits() -> tuple[Any, Any]:
 def torchvision(settings: DataConfig) -> Parts:
     """Return CIFAR-10 or MNIST, as torchvision reads it; `--download` downloads it first."""
     datasets = common.optional("torchvision.datasets", f"--data {settings.name}: needs torchvision")
-    kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[settings.name]
-    folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[settings.name]
+    name, _, root = settings.name.partition(":")
+    root = root or "data"
+    kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
+    folder = {"cifar10": "cifar-10-batches-py", "mnist": os.path.join("MNIST", "raw")}[name]
     if settings.download:
-        _download(kind, settings)
+        _download(kind, name, root)
     parts = []
     for train in (True, False):
         try:
-            loaded = kind(settings.data_root, train=train)
+            loaded = kind(root, train=train)
         except RuntimeError:
-            what = f"--data {settings.name}: not found in {os.path.join(settings.data_root, folder)}"
-            raise UsageFault(what, hint="--download downloads it, --data-root names another folder") from None
+            what = f"--data {settings.name}: not found in {os.path.join(root, folder)}"
+            raise UsageFault(
+                what, hint=f"--download downloads it, --data {name}:DIR names a folder"
+            ) from None
         pictures = torch.as_tensor(loaded.data)
         pictures = pictures.unsqueeze(1) if pictures.dim() == 3 else pictures.permute(0, 3, 1, 2)
         labels = torch.as_tensor(loaded.targets, dtype=torch.int64)
         parts.append(_Bytes(pictures, labels, scale_of(settings, pictures.shape[1])))
-    return Parts(parts[0], parts[1], tuple(loaded.classes), settings.name)
+    return Parts(parts[0], parts[1], tuple(loaded.classes), name)
 
 
-def _download(kind: Any, settings: DataConfig) -> None:
+def _download(kind: Any, name: str, root: str) -> None:
     """Download on the first rank of each machine to come here; the others wait and find the files."""
-    os.makedirs(settings.data_root, exist_ok=True)
-    with open(os.path.join(settings.data_root, f".{settings.name}.lock"), "w") as lock:
+    os.makedirs(root, exist_ok=True)
+    with open(os.path.join(root, f".{name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            kind(settings.data_root, download=True)
+            kind(root, download=True)
         except (OSError, RuntimeError) as error:
-            what = f"--download: {settings.name} could not be downloaded: {error}"
-            hint = f"put its files into {settings.data_root}, or give --data-root"
+            what = f"--download: {name} could not be downloaded: {error}"
+            hint = f"put its files into {root}, or name their folder: --data {name}:DIR"
             raise CkptToolError(what, hint=hint) from error
 
 

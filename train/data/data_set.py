@@ -259,7 +259,8 @@ def _digest(value: Any) -> str:
 
 
 FEW = 8  # samples that differ between ranks, of which each reads its own again
-NAMES = "digits, cifar10, mnist, folder:PATH, fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME or file.py:factory"
+NAMES = "digits, cifar10[:DIR], mnist[:DIR], folder:PATH, fake:N, tokens:PATTERN, wds:PATTERN, hf:NAME"
+NAMES += " or file.py:factory"
 
 
 @dataclass(frozen=True)
@@ -414,7 +415,7 @@ def _parts(settings: DataConfig, seed: int, batch_size: int) -> Parts:
     name, _, argument = settings.name.partition(":")
     if settings.name == "digits":
         return builtin.digits(settings)
-    if settings.name in ("cifar10", "mnist"):
+    if name in ("cifar10", "mnist"):
         return builtin.torchvision(settings)
     if name == "folder" and argument:
         return builtin.folder(settings, argument)

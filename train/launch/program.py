@@ -291,7 +291,7 @@ def keep_importable(*specs: str) -> None:
     Its modules may be imported late, and in a process that loads data.
     """
     for where in (match["where"] for match in map(factory.FORM.fullmatch, specs) if match):
-        if where not in ("torchvision", "folder", "fake", "tokens", "wds", "hf"):
+        if where not in ("torchvision", "folder", "fake", "tokens", "wds", "hf", "cifar10", "mnist"):
             folder = os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd()
             if folder not in sys.path:
                 sys.path.insert(0, folder)

@@ -22,7 +22,7 @@ from train import console
 from train.config.flags import Sections, flags_in, setting_of, shown
 
 # What a machine may have of its own: where its files are, and how many processes load them.
-OF_A_NODE = {"out", "data_root", "download", "workers", "config", "like"}
+OF_A_NODE = {"out", "download", "workers", "config", "like"}
 # A path in them is a node's own too; what it leads to is compared by content, or only rank 0 reads it.
 SPECS = ("data", "model", "task", "optimizer", "scheduler")
 GIVEN = ("init", "resume", "every")

@@ -592,3 +592,43 @@ def test_the_page_on_a_resume_names_every_setting_that_may_change():
     _, _, listed = page.partition("These may be changed")
     listed, _, _ = listed.partition("The next step")
     assert sorted(re.findall(r"`([a-z][a-z-]*)`", listed)) == sorted(n.replace("_", "-") for n in CHANGEABLE)
+
+
+VALUES = {
+    "--shard-blocks": "Block", "--cooldown": "1", "--init-allow-missing": "x", "--change": "lr",
+    "--virtual-ranks": "2",
+    "--no-decay": "x --weight-decay 0", "--rank-share": "1,1", "--every": "2 a.py:f", "--prove-every": "2",
+    "--keep-deltas": "2", "--config": "a.toml", "--like": "b", "--resume": "auto --out x",
+    "--save-parts": "--shard",
+}  # fmt: skip
+
+
+def named_on_the_page(column: str) -> list[tuple[str, str]]:
+    """Return the pairs of flags that a table of the page names; without a stream's, which need data."""
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    rows = re.findall(rf"^\| flag \| {column} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.M)[0].splitlines()
+    cells = [[re.findall(r"`(--[^`]+)`", cell) for cell in row.split("|")[1:3]] for row in rows]
+    return [(one, other) for ones, others in cells for one in ones for other in others]
+
+
+def typed(flag: str) -> str:
+    return f"{flag} {VALUES.get(flag, '')}" if " " not in flag else flag
+
+
+@pytest.mark.parametrize(("one", "other"), named_on_the_page("not with"))
+def test_what_the_page_says_does_not_go_together_is_refused(here, one, other):
+    (here / "a.toml").touch()
+    with pytest.raises(UsageFault) as refused:
+        command_line.parse(f"{typed(one)} {typed(other)} --spawn 2".split())
+    assert one.split()[0] in refused.value.message and other.split()[0] in refused.value.message
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    pair for pair in named_on_the_page("needs") if pair[0] not in ("--resize",)
+])  # fmt: skip
+def test_what_the_page_says_is_needed_is_asked_for(one, other):
+    given = VALUES.get(one, "").replace("--shard", "")
+    with pytest.raises(UsageFault) as refused:
+        command_line.parse(f"{one} {given} --spawn 2".split())
+    said = f"{refused.value.message} {refused.value.hint}"
+    assert one in said and other.split()[0] in said

@@ -117,9 +117,9 @@ def test_data_sets_with_other_samples_or_another_normalisation_have_other_finger
 @pytest.mark.parametrize(("name", "folder"), [("cifar10", "cifar-10-batches-py"), ("mnist", "MNIST/raw")])
 def test_missing_files_are_an_error_that_names_the_path_and_the_flags(tmp_path, name, folder):
     with pytest.raises(UsageFault) as fault:
-        load(name, data_root=str(tmp_path))
+        load(f"{name}:{tmp_path}")
     assert str(tmp_path / folder) in str(fault.value)
-    assert "--download" in fault.value.hint and "--data-root" in fault.value.hint
+    assert "--download" in fault.value.hint and f"--data {name}:DIR" in fault.value.hint
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,7 +131,7 @@ def test_a_failed_download_gives_its_reason_and_another_way(tmp_path, monkeypatc
 
     monkeypatch.setattr(datasets.MNIST, "download", offline)
     with pytest.raises(CkptToolError, match="could not be downloaded: no route to host") as failure:
-        load("mnist", data_root=str(tmp_path), download=True)
+        load(f"mnist:{tmp_path}", download=True)
     assert str(tmp_path) in failure.value.hint
 
 
@@ -144,7 +144,7 @@ def test_mnist_is_read_as_torchvision_reads_it(tmp_path):
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(
             struct.pack(">2I", 0x801, count) + bytes(range(count))
         )
-    mnist = load("mnist", data_root=str(tmp_path))
+    mnist = load(f"mnist:{tmp_path}")
     assert (len(mnist.train), len(mnist.test), mnist.shape) == (5, 3, (1, 28, 28))
     assert mnist.train[0][0][0, 0, 2] == torch.tensor(2 / 255)
     assert labels(mnist.test) == [0, 1, 2]
@@ -161,7 +161,7 @@ def test_cifar10_is_normalised_like_other_colour_images(tmp_path, monkeypatch):
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
     monkeypatch.setattr(datasets.CIFAR10, "_check_integrity", lambda _: True)
     monkeypatch.setattr(datasets.cifar, "check_integrity", lambda *_: True)
-    cifar = load("cifar10", data_root=str(tmp_path))
+    cifar = load(f"cifar10:{tmp_path}")
     assert (len(cifar.train), len(cifar.test), cifar.shape) == (10, 2, (3, 32, 32))
     scales = ((0.485, 0.229), (0.456, 0.224), (0.406, 0.225))
     expected = [(0.2 - mean) / std for mean, std in scales]
