@@ -112,7 +112,7 @@ def delta(
         Refused: the newer one holds what its tree does not, such as code; a file was changed while it was
             read; or `vllm` can't hold a change.
         Unreadable, Damaged, Unsupported: as for reading the two.
-        NoState: one's tensors lie beside it, by the trainer's --save-parts; or for `vllm`, it holds none.
+        NoState: one's tensors lie beside it, by the trainer's --shard parts; or for `vllm`, it holds none.
 
     Example:
         >>> made = ckpttool.delta("model.safetensors", "tuned.safetensors", "one.delta.safetensors")

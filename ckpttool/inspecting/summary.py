@@ -92,7 +92,7 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
     elif SHARDING in summary.metadata:
         yield "state", "none: it holds one rank's pieces of tensors"
     elif summary.parts_in:
-        yield "state", f"in {printable(summary.parts_in)}, beside it (--save-parts)"
+        yield "state", f"in {printable(summary.parts_in)}, beside it (--shard parts)"
     else:
         yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
     for name in summary.other_states:

@@ -446,7 +446,7 @@ def _left_empty(checkpoint: Checkpoint) -> Iterator[FileProblem]:
 
 
 def _parts(checkpoint: Checkpoint) -> list[FileProblem]:
-    """Compare the files that the trainer's `--save-parts` has written with their digests."""
+    """Compare the files that the trainer's `--shard parts` has written with their digests."""
     if (parts := parts_beside(checkpoint.tree)) is None:
         return []
     from ..core.files.digest import sha256_of_file  # whose hashlib loads OpenSSL

@@ -412,9 +412,8 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
     """Refuse flags that need `--shard`, and those that can't be combined with it; UsageFault names both."""
     batch, model = config.batch, config.model
     if not model.shard:
-        for name in ("shard_blocks", "save_parts"):
-            if config[name]:
-                raise UsageFault(f"{flag(name)}: needs --shard", hint="give it, or leave this out")
+        if model.shard_blocks:
+            raise UsageFault("--shard-blocks: needs --shard", hint="give it, or leave this out")
         return
     against = (
         ("--zero", config.optimizer.zero, "the optimizer's state is divided already"),
@@ -424,7 +423,7 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
         ("--every", config.log.every, "its function gets a copy of the model, of which a rank has a part"),
     )
     if config.saving.save_parts and config.saving.prove_every:
-        what = "--save-parts and --prove-every: the record names digests of whole tensors"
+        what = "--shard parts and --prove-every: the record names digests of whole tensors"
         raise UsageFault(what, hint="leave out one of them")
     _refuse_beside("--shard", against)
     groups, ranks = mesh_sizes(model.mesh, world_size)

@@ -145,10 +145,10 @@ def duration(text: str) -> float:
 
 
 def sharding(text: str) -> str:
-    """Check `bf16`, `offload` and `2x4`, groups and ranks in each, with commas between them."""
+    """Check `bf16`, `offload`, `parts` and `2x4`, groups and ranks in each, with commas between them."""
     for word in filter(None, text.split(",")):
-        if word not in ("bf16", "offload") and not MESH.fullmatch(word):
-            what = f"{word!r} is none of bf16, offload, and 2x4: groups, and ranks in each"
+        if word not in ("bf16", "offload", "parts") and not MESH.fullmatch(word):
+            what = f"{word!r} is none of bf16, offload, parts, and 2x4: groups, and ranks in each"
             raise argparse.ArgumentTypeError(what)
     return text
 
@@ -158,7 +158,8 @@ def sharded(text: str) -> dict[str, Any]:
     words = [*filter(None, text.split(","))]
     mesh = next((word for word in words if MESH.fullmatch(word)), None)
     dtype = "bf16" if "bf16" in words else None
-    return {"shard": True, "shard_dtype": dtype, "shard_offload": "offload" in words, "mesh": mesh}
+    found = {"shard_offload": "offload" in words, "save_parts": "parts" in words}
+    return {"shard": True, "shard_dtype": dtype, "mesh": mesh, **found}
 
 
 def as_typed(values: dict[str, Any]) -> dict[str, Any]:
@@ -166,8 +167,8 @@ def as_typed(values: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in values.items() if name not in sharded("")}
     if "shard" not in values:
         return rest
-    words = values["mesh"], values["shard_dtype"], "offload" * values["shard_offload"]
-    how = ",".join(filter(None, words))
+    words = [values["mesh"], values["shard_dtype"], "offload" * values["shard_offload"]]
+    how = ",".join(filter(None, [*words, "parts" * values["save_parts"]]))
     return rest | {"shard": values["shard"] and (how or True)}
 
 

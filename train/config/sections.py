@@ -325,7 +325,9 @@ class ModelConfig:
         False,
         "model HOW: divide parameters, gradients and the optimizer's state among the ranks (FSDP2 for DDP); "
         "bf16: send and use parameters in this type, and sum gradients in float32; offload: keep all in the "
-        "memory of the CPU; 2x4: hold the model once in each of 2 groups of 4 ranks; several with commas",
+        "memory of the CPU; 2x4: hold the model once in each of 2 groups of 4 ranks; parts: let "
+        "each rank write its part, into a folder that torch.distributed.checkpoint and ckpttool merge read; "
+        "several with commas",
         type=flags.sharding,
         nargs="?",
         const="",
@@ -422,10 +424,7 @@ class SavingConfig:
         "saving {sync,async}: async (the default): train on while a copy of the state is written; sync: "
         "wait, without a copy",
     )
-    save_parts: bool = switch(
-        "saving: with --shard: let each rank write its part, into a folder that torch.distributed.checkpoint "
-        "and ckpttool merge read; last.pt names it",
-    )
+    save_parts: bool = part_of("shard", False)
     grace: float = real(
         25.0,
         "saving SECONDS: seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint "
@@ -563,7 +562,7 @@ def _check_saving(saving: SavingConfig) -> None:
         raise UsageFault("--change: says what may differ on a resume", hint="give --resume, or leave it out")
     fields_of_change(saving.change)
     if saving.keep_deltas and saving.save_parts:
-        what = "--keep-deltas and --save-parts: the tensors are in folders, of which there are no deltas"
+        what = "--keep-deltas and --shard parts: the tensors are in folders, of which there are no deltas"
         raise UsageFault(what, hint="leave out one of them")
     if saving.keep_deltas > LONGEST_CHAIN:
         what = f"--keep-deltas {saving.keep_deltas}: not more than {LONGEST_CHAIN - 1} in a row are read"

@@ -436,7 +436,7 @@ def make_state(
 
 
 def parts_beside(tree: object) -> Mapping[str, Any] | None:
-    """Return what the trainer's `--save-parts` says of the folder that holds its tensors; None if it doesn't.
+    """Return what the trainer's `--shard parts` says of the folder that holds its tensors, or None.
 
     Its `folder` is a name, and its `files` are names there and the SHA-256 of each.
     """
@@ -457,7 +457,7 @@ def scored_average(tree: object) -> str | None:
 
 
 def elsewhere(path: str, tree: object) -> NoState | None:
-    """Return the error for a file whose tensors `--save-parts` wrote beside it; None for any other."""
+    """Return the error for a file whose tensors `--shard parts` wrote beside it; None for any other."""
     if (parts := parts_beside(tree)) is None:
         return None
     there = os.path.join(os.path.dirname(path), parts["folder"])

@@ -152,7 +152,7 @@ def _kind(path: str, open_file: Open) -> str:
 
 
 def lacking_parts(checkpoint: Checkpoint) -> str:
-    """Return which files of the trainer's `--save-parts` are not beside a checkpoint; "" for none."""
+    """Return which files of the trainer's `--shard parts` are not beside a checkpoint; "" for none."""
     if (parts := parts_beside(checkpoint.tree)) is None:
         return ""
     folder = join(os.path.dirname(checkpoint.path), parts["folder"])

@@ -389,7 +389,7 @@ def test_a_kill_before_any_change_of_a_name_costs_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "named"), [
-    (["--keep-deltas", "4", "--shard", "--save-parts"], "--keep-deltas and --save-parts"),
+    (["--keep-deltas", "4", "--shard", "parts"], "--keep-deltas and --shard parts"),
     (["--keep-deltas", "66"], "not more than 64 in a row are read"),
 ])  # fmt: skip
 def test_what_does_not_go_with_deltas_is_refused_by_name(flags, named):

@@ -222,7 +222,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_file_before(run_ranks, tmp_path):
     assert runs.read(tmp_path / "last.pt")["progress"]["global_step"] == runs.STEPS
 
 
-# ---- --save-parts: a part of each rank in a folder -----------------------------------------------------
+# ---- --shard parts: a part of each rank in a folder -----------------------------------------------------
 
 
 PARTS = {**SHARD, "save_parts": True, "ema": 0.7}
@@ -440,7 +440,7 @@ def test_a_damaged_part_is_not_scored(run, tmp_path):
 def test_the_tool_says_where_the_tensors_are_and_verifies_them(run, tmp_path, cli, how):
     shutil.copytree(run, tmp_path / "run")
     last = tmp_path / "run" / "last.pt"
-    assert f"state       in {folder_of(last).name}, beside it (--save-parts)" in cli("inspect", last).out
+    assert f"state       in {folder_of(last).name}, beside it (--shard parts)" in cli("inspect", last).out
     for command in "strip-prefix", "merge":
         assert f"name that: {folder_of(last)}" in cli(command, last, tmp_path / "out.pt").err
     assert f"name that: {folder_of(last)}" in cli("delta", last, last, tmp_path / "one.safetensors").err

@@ -599,7 +599,6 @@ VALUES = {
     "--virtual-ranks": "2",
     "--no-decay": "x --weight-decay 0", "--rank-share": "1,1", "--every": "2 a.py:f", "--prove-every": "2",
     "--keep-deltas": "2", "--config": "a.toml", "--like": "b", "--resume": "auto --out x",
-    "--save-parts": "--shard",
 }  # fmt: skip
 
 

@@ -142,8 +142,8 @@ REFUSED = {
     "--shard --find-unused": "--shard and --find-unused: gradients of a unit are sent as one",
     "--shard --rank-share auto": "--shard and --rank-share auto: ranks wait for each other",
     "--shard 2x4": "--shard 2x4: is 8 ranks, and there are 4",
-    "--shard 2x": "'2x' is none of bf16, offload, and 2x4",
-    "--shard bf16,0x4": "'0x4' is none of bf16, offload, and 2x4",
+    "--shard 2x": "'2x' is none of bf16, offload, parts, and 2x4",
+    "--shard bf16,0x4": "'0x4' is none of bf16, offload, parts, and 2x4",
 }
 
 
@@ -160,7 +160,7 @@ def test_the_flags_are_written_again_as_they_were_read(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = [
         "--shard",
-        "2x2,bf16,offload",
+        "2x2,bf16,offload,parts",
         "--shard-blocks",
         "Block",
         "--shard-blocks",

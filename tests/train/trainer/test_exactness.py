@@ -203,9 +203,9 @@ has three digits, so another order of sums shows sooner.
 
 With `--shard` gradients are summed in another order than by DDP, which shows from three ranks on. The norm
 of `--clip-norm` is summed over the ranks' parts, and `--accumulate` adds passes after they were summed over
-ranks. `--save-parts` changes no bit. Refused with `--shard` are `--zero`, `--virtual-ranks`, `--find-unused`,
-`--rank-share auto`, `--every` and optimizers that need whole matrices (muon, adafactor, rprop); with
-`--save-parts` `--prove-every`; and with `--shard bf16` BatchNorm.
+ranks. `--shard parts` changes no bit. Refused with `--shard` are `--zero`, `--virtual-ranks`,
+`--find-unused`, `--rank-share auto`, `--every` and optimizers that need whole matrices (muon, adafactor,
+rprop); with `--shard parts` `--prove-every`; and with `--shard bf16` BatchNorm.
 
 ## Continued on another number of ranks
 
@@ -221,7 +221,7 @@ No machine with a GPU has run the trainer, so nothing above is known of GPUs. `m
 and writes [gpu.md](gpu.md): NCCL; loading and copies through pinned memory; `--amp fp16` with its scaler (on
 the CPU a test has all ranks skip a step for one rank's infinite gradient); `--compile` on a GPU, and with
 `--shard`; asynchronous saves from a GPU; `--shard` with all its words over NCCL; fused
-optimizers; torch's SyncBatchNorm. `--shard 2x4` and `--save-parts` have not run on several machines.
+optimizers; torch's SyncBatchNorm. `--shard 2x4` and `--shard parts` have not run on several machines.
 """
 
 
