@@ -95,6 +95,10 @@ class NoState(FileError, kind="no-state"):
     """The file has no model state, or none where the caller looked for it."""
 
 
+class NoTensor(CkptToolError, KeyError, kind="no-tensor"):
+    """A state has no tensor of this name; the hint has the names that are like it."""
+
+
 class Collision(CkptToolError, kind="collision"):
     """Two keys would get the same name."""
 
@@ -152,13 +156,41 @@ class OutputExists(UsageFault, kind="output-exists"):
 
 def already_exists(path: str, more: str = "") -> OutputExists:
     """Return the error for an output that only `force` may replace."""
-    return OutputExists(f"{path}: already exists{more}", hint="write it anyway with --force")
+    return OutputExists(f"{path}: already exists{more}", hint=FORCE)
+
+
+FORCE = "write it anyway: force=True"
+
+
+def in_shell(hint: str | None) -> str | None:
+    """Return a hint of the library as the command line says it."""
+    return "write it anyway with --force" if hint == FORCE else hint
 
 
 def install(extra: str = "") -> str:
-    """Return how to install an extra, or all of it again: from a clone, as no registry has ckpttool yet."""
-    what = f"-e '.[{extra}]'" if extra else "--force-reinstall ."
-    return f"in a clone of ckpttool: pip install {what}"
+    """Return how to install what an extra brings, or all of it again; no registry has ckpttool itself yet."""
+    if not extra:
+        return "install ckpttool again, from where it came"
+    return f"pip install {' '.join(_brought_by(extra)) or extra}"
+
+
+def _brought_by(extra: str) -> list[str]:
+    """Return the libraries of an extra as this installation states them; none where it states nothing."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        stated = [each.partition(";") for each in requires("ckpttool") or ()]
+    except PackageNotFoundError:  # in a zipapp
+        return []
+    found: list[str] = []
+    for library, _, marker in stated:
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker):
+            inner = re.fullmatch(r"ckpttool\[(.+)\]", library.strip())
+            if inner is None:
+                found.append(f"'{library.strip()}'")
+            for other in inner[1].split(",") if inner else ():
+                found += _brought_by(other)
+    return found
 
 
 class Irreversible(UsageFault, kind="irreversible"):
@@ -177,7 +209,7 @@ class MissingRoom(CkptToolError, kind="missing-room"):
 
     def __init__(self, room: str) -> None:
         what = f"this needs ckpttool's '{room}', which was taken out of this installation"
-        super().__init__(what, hint="pip install --force-reinstall ckpttool")
+        super().__init__(what, hint=install())
 
 
 class RanksDiffer(CkptToolError, kind="ranks-differ", exit_code=1):

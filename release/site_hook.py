@@ -25,7 +25,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         return f"`{target.removeprefix('../')}`" if target.startswith("../") else match[0]
 
     text = FENCE.sub(r"\1", LINK.sub(shown, markdown))
-    return "\n\n".join([text, *_reference()]) if place == REFERENCE else text
+    if place == REFERENCE:  # mkdocstrings shows the docstrings with links
+        return "\n\n".join([text.partition("<!-- api -->")[0], *_reference()])
+    return text
 
 
 def on_post_page(output: str, **_: Any) -> str:

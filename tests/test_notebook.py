@@ -113,3 +113,21 @@ def test_a_jupyter_kernel_shows_a_checkpoint(tmp_path: Path) -> None:
     assert shown_there["data"]["text/plain"].startswith("<Checkpoint last.pt: torch-zip, ")
     assert "state 'model': 26 tensors" in shown_there["data"]["text/html"]
     assert notebook.cells[2].outputs[0]["text"] == "False\n"
+
+
+def test_what_was_verified_reloaded_and_diagnosed_is_said(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    path = saved(state, tmp_path / "in.pt")
+    assert text_of(ckpttool.verify(path)).startswith("ok")
+    other = saved(model.state_dict(), tmp_path / "other.pt")
+    assert "problem" in text_of(ckpttool.verify(path, against=other))
+    loaded = text_of(ckpttool.reload(path, model))
+    assert "2 tensors loaded, 16 of 16 parameters, without 'module.'" in loaded
+    kept = text_of(
+        ckpttool.reload(path, torch.nn.Sequential(*model, torch.nn.Linear(4, 1)), allow_missing=["1.*"])
+    )
+    assert "kept" in kept and "1.weight" in kept
+    said = text_of(ckpttool.doctor(path, model))
+    assert "does not load" in said and "ckpttool strip-prefix" in said
+    assert "no command can fix that" in text_of(ckpttool.doctor(path, torch.nn.Linear(9, 9)))

@@ -20,6 +20,7 @@ from ..core.checkpoint.state import State
 from ..core.files.threads import Progress
 from ..core.formats.reading import File, opened
 from ..core.inert_pickle.values import is_plain, walk
+from ..core.lazy import needing_torch, shown_by
 from ..core.tensors.ref import DTYPES, Storage, TensorRef
 from ..core.tensors.values import live_tensors
 from ..core.words import noted
@@ -82,7 +83,10 @@ class Reloaded:
     added: tuple[str, ...] = noted("missing in the file, kept as they are in the model")
     covered: ModelCoverage = field(default=ModelCoverage(), metadata={"json": None})
 
+    _repr_html_ = shown_by("reloaded_html")
 
+
+@needing_torch("ckpttool.reload")
 def reload(
     file: File,
     model: torch.nn.Module,

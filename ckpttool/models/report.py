@@ -16,6 +16,7 @@ from ..core.checkpoint.state import State
 from ..core.formats.destination import format_of_name
 from ..core.inert_pickle.known_names import MAX_INTEGER, TAKEN
 from ..core.inert_pickle.values import Global, is_plain, walk
+from ..core.lazy import shown_by
 from ..core.remote.urls import is_url
 from ..core.tensors.ref import Storage, TensorRef
 from ..errors import CkptToolError, NothingToDo, Refused
@@ -76,6 +77,8 @@ class Diagnosis:
     problems: tuple[Problem, ...] = field(metadata={"json": None})
     then: str | None
     python: str | None = None
+
+    _repr_html_ = shown_by("diagnosis_html")
 
 
 class TreatmentReport:

@@ -26,6 +26,7 @@ from ..core.formats.reading import File, opened
 from ..core.formats.reading import open as open_checkpoint
 from ..core.formats.shards import piece_of
 from ..core.inert_pickle.values import walk
+from ..core.lazy import needing_torch
 from ..core.tensors.ref import Computed
 from ..core.tensors.values import stream
 from ..errors import Ambiguous, CkptToolError, NoState, UsageFault
@@ -326,6 +327,7 @@ MAX_BUILDS = 16  # models that the search for sizes builds
 OUTPUTS = ("num_classes", "num_labels", "out_features")
 
 
+@needing_torch("ckpttool.doctor with a model")
 def doctor(
     file: File,
     model: torch.nn.Module | None = None,

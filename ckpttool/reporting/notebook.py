@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..core.checkpoint.checkpoint import Checkpoint
@@ -17,6 +18,11 @@ from ..diffing.compare_values import Comparison
 from ..diffing.rows import ROWS, items_of, rows_of
 from ..errors import CkptToolError
 from ..inspecting.summary import Summary, facts_of, value_in_words
+
+if TYPE_CHECKING:
+    from ..models.reloading import Reloaded
+    from ..models.report import Diagnosis
+    from ..verifying.verify import Verified
 
 MAX_BRANCHES = 300  # lines of modules
 MAX_NAME = 200  # characters
@@ -121,6 +127,44 @@ def comparison_html(comparison: Comparison) -> str:
     end = [element("p", f"and {more:,} more that differ less")] if more else []
     cells = [(row.mark, row.name, *(row.cells or ("", "", "", "")), row.text) for row in largest]
     return html(verdict, folded("what differs", table(head, cells), is_open=True), *end)
+
+
+def verified_html(verified: Verified) -> str:
+    """Return what `verify` found as HTML: the verdict, and the problems."""
+    read = f"{show_bytes(verified.checked_bytes)} read"
+    numbers = sum(verified.non_finite.values())
+    read += f", {counted(numbers, 'value')} not finite" * bool(numbers)
+    verdict = "ok" if verified.ok else counted(len(verified.problems), "problem")
+    rows = [(each.kind, each.name, each.message) for each in verified.problems]
+    return html(element("p", element("b", verdict), f": {read}"), *_rows(rows), *_said(verified.hint))
+
+
+def reloaded_html(loaded: Reloaded) -> str:
+    """Return what was loaded into a model as HTML, and by name what was not."""
+    covered = loaded.covered
+    count = f"{counted(len(loaded.loaded), 'tensor')} loaded"
+    count += f", {covered.parameters:,} of {covered.of_parameters:,}"
+    stripped = f", without '{loaded.prefix}'" if loaded.prefix else ""
+    sides = ("kept", loaded.kept), ("ignored", loaded.ignored), ("without values", loaded.without_values)
+    rows = [(what, show_names(names, MAX_ENTRIES)) for what, names in sides if names]
+    return html(element("p", element("b", loaded.path), f": {count} parameters{stripped}"), *_rows(rows))
+
+
+def diagnosis_html(diagnosis: Diagnosis) -> str:
+    """Return why a checkpoint does not load as HTML: the problems, and the command for each."""
+    verdict = "loads" if diagnosis.loads else f"does not load: {diagnosis.fit}"
+    rows = [(each.kind, each.message, each.command or "") for each in diagnosis.problems]
+    then = diagnosis.then or (None if diagnosis.loads else "no command can fix that")
+    return html(element("p", element("b", diagnosis.path), f": {verdict}"), *_rows(rows), *_said(then))
+
+
+def _rows(rows: Sequence[Sequence[str]]) -> list[Element]:
+    shown = [*rows[:MAX_OTHERS], *([("…", f"{len(rows) - MAX_OTHERS:,} more")] if rows[MAX_OTHERS:] else [])]
+    return [table((), shown)] if rows else []
+
+
+def _said(text: str | None) -> list[Element]:
+    return [element("p", text)] if text else []
 
 
 # ---- HTML

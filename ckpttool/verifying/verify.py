@@ -26,6 +26,7 @@ from ..core.formats.pytorch.zip_entries import ZipRecord, extra_fields, is_intac
 from ..core.formats.reading import File, opened
 from ..core.formats.shards import TORCH
 from ..core.inert_pickle.known_names import names_in, names_that_run
+from ..core.lazy import shown_by
 from ..core.tensors.cast import FLOATS, count_non_finite
 from ..core.tensors.ref import ByteRange, Source, Storage, TensorRef, real_dtype
 from ..core.tensors.values import MAX_REPEATED, require_bounded, without_repeats
@@ -345,6 +346,8 @@ class Verified:
     hint: str | None = None
     text_keys_here: tuple[str, ...] = ()
     text_keys_there: tuple[str, ...] = ()
+
+    _repr_html_ = shown_by("verified_html")
 
     @property
     def ok(self) -> bool:

@@ -419,7 +419,7 @@ def test_without_torch_every_metric_computes_from_arrays_and_what_needs_torch_sa
     for _, message, hint, exit_code in errors:
         assert message.startswith("ckpttool.")
         assert "needs torch, which is not installed" in message
-        assert (hint, exit_code) == ("in a clone of ckpttool: pip install -e '.[torch]'", 2)
+        assert (hint, exit_code) == (errors.install("torch"), 2)
 
 
 def test_the_packages_offer_their_public_names_lazily() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckpttool.core.formats.output import OutputPlace
+from ckpttool.errors import install
 from ckpttool.inspecting import run_log
 from tests.ranks.programs import start, without
 from train import plot
@@ -265,7 +266,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(here, arguments, said,
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(write(tmp_path / "a", classes()), "-o", "x.png") == 2
-    hint = "in a clone of ckpttool: pip install -e '.[plots]'"
+    hint = install("plots")
     said = f"error: train/plot.py needs matplotlib, which is not installed ({hint})\n"
     assert capsys.readouterr().err == said
 

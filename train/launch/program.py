@@ -31,7 +31,7 @@ from ckpttool.distributed.observer import (
     report_to_torchrun,
     usable_cores,
 )
-from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault, install
+from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault, in_shell, install
 from ckpttool.models import factory
 from train import console
 from train.config.sections import RanksConfig
@@ -371,12 +371,12 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
     if os.environ.get("CKPTTOOL_DEBUG") == "1":
         traceback.print_exception(error)
     if as_json:
-        body = {"kind": error.kind, "message": error.message, "hint": error.hint}
+        body = {"kind": error.kind, "message": error.message, "hint": in_shell(error.hint)}
         with contextlib.suppress(CheckFailed):  # it goes to stderr too
             console.say(json.dumps(versioned({"error": body}), indent=2))
     if error.kind in ("rank-lost", "reader-gone"):  # the watch has written it; there is nobody to tell
         return error.exit_code
-    message, hint = error.message.replace("\n", " "), error.hint or ""
+    message, hint = error.message.replace("\n", " "), in_shell(error.hint) or ""
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
     console.note(f"error: {message}{below}")
     if not echo:

@@ -363,11 +363,17 @@ def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         given = args[:1] or ([kwargs["checkpoint"]] if "checkpoint" in kwargs else [])
-        if given and not isinstance(given[0], Checkpoint):
-            raise TypeError(_what_to_pass(function.__name__, given[0]))
+        if given:
+            require_checkpoint(function.__name__, given[0])
         return function(*args, **kwargs)
 
     return checked
+
+
+def require_checkpoint(name: str, given: object) -> None:
+    """Raise TypeError for what is no checkpoint; it says what to pass to the function of this name."""
+    if not isinstance(given, Checkpoint):
+        raise TypeError(_what_to_pass(name, given))
 
 
 def _what_to_pass(name: str, given: object) -> str:

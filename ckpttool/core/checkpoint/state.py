@@ -13,13 +13,13 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from ...errors import Collision, Damaged, NoState, Refused, Unsupported
+from ...errors import Collision, Damaged, NoState, NoTensor, Refused, Unsupported
 from ...rooms import need
 from ..inert_pickle.values import OrderedDict_, Record, has_text_keys, in_brief, remade
 from ..lazy import needing_torch, shown_by
 from ..remote import urls
 from ..tensors.ref import TensorRef
-from ..words import first_few
+from ..words import first_few, first_key
 from . import dotted_names, special_tensors
 from .dotted_names import Container, Path, contents, dotted, follow, is_tensor
 from .optimizer_view import is_optimizer
@@ -44,6 +44,8 @@ OF_TRAINING = {"optimizer", "optimizers", "optim", "opt", "scheduler", "schedule
 
 # The buffers of BatchNorm: part of a model's state, but not parameters.
 BUFFERS = MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
+
+MOST_ALIKE = 2000  # names that one which is not there is compared with
 
 # Levels that are searched for states: the file itself and three below it.
 LEVELS = 4
@@ -302,8 +304,25 @@ class State:
     _repr_html_ = shown_by("state_html")
 
     def __getitem__(self, name: str) -> TensorRef:
-        """Return a tensor by its name; `.numpy()` has its values, without torch."""
-        return self.tensors[name]
+        """Return a tensor by its name; `.numpy()` has its values, without torch.
+
+        Raises NoTensor, a KeyError, that names those like it.
+        """
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise self._no_tensor(name) from None
+
+    def _no_tensor(self, name: object) -> NoTensor:
+        from difflib import get_close_matches
+
+        text = str(name)[:200]
+        same = [known for known in self.tensors if known.endswith(f".{text}") or text.endswith(f".{known}")]
+        alike = same or get_close_matches(text, list(self.tensors)[:MOST_ALIKE])
+        hint = f"did you mean {first_few([f'{known[:80]!r}' for known in alike], 3)}?" if alike else None
+        if name in self.others:
+            hint = "it is no plain tensor: state.others has it"
+        return NoTensor(f"'{text}' is no tensor of the state", hint=hint or first_key(self.tensors))
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors

@@ -13,7 +13,16 @@ from traceback import walk_tb
 import click
 
 from ... import errors
-from ...errors import CkptToolError, FileError, Mismatch, NothingToDo, RanksDiffer, UsageFault, install
+from ...errors import (
+    CkptToolError,
+    FileError,
+    Mismatch,
+    NothingToDo,
+    RanksDiffer,
+    UsageFault,
+    in_shell,
+    install,
+)
 from ..words import versioned
 from .console import printable, say, to_json
 
@@ -109,7 +118,9 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
 def _described(error: BaseException, call: Call) -> tuple[str, str, str | None, int]:
     hint: str | None
     if isinstance(error, CkptToolError):
-        hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)
+        hint = (
+            _extra_of(error.__cause__) or _own_hint(error) or in_shell(error.hint) or _usual_hint(error, call)
+        )
         hint += left_by(error)
         return error.kind, _with_file(error, call), hint, error.exit_code
     if isinstance(error, click.ClickException):

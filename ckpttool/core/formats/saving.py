@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, BinaryIO
@@ -14,7 +14,7 @@ from ...errors import Damaged, Refused
 from ...rooms import need
 from .. import system
 from ..checkpoint import full
-from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, takes_checkpoint
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, require_checkpoint
 from ..checkpoint.checksums import Checksums, each_once, reads_of, require_made
 from ..checkpoint.module_tree import declares_packing
 from ..checkpoint.special_tensors import require_plain
@@ -22,11 +22,11 @@ from ..files.copying import DryOutput, Output, Planned
 from ..files.resuming import Attempt
 from ..files.threads import Progress
 from ..inert_pickle.values import OrderedDict_
-from ..lazy import needing_torch
+from ..lazy import needing_torch, np
 from ..remote import urls
 from ..remote.places import versions
 from ..remote.store import TRAFFIC
-from ..tensors.ref import Source, Storage
+from ..tensors.ref import DTYPES, Computed, Source, Storage, TensorRef
 from . import destination, folders, safetensors, shards
 from .output import OutputPlace
 from .pytorch import zip as torch_zip
@@ -277,9 +277,41 @@ def _dry(write: Callable[[Output], None]) -> int:
 # ---- Saving: complete or not at all.
 
 
-@takes_checkpoint
+def _in_memory(tensors: Mapping[str, Any]) -> Checkpoint:
+    """Return tensors of torch or arrays of NumPy as a checkpoint; their bytes stay where they are."""
+    source = Source("the tensors", os.open(os.devnull, os.O_RDONLY))
+    known: dict[object, TensorRef] = {}
+    tree = OrderedDict_()
+    for name, value in tensors.items():
+        if isinstance(value, TensorRef):
+            tree[name] = value
+            continue
+        of_torch = hasattr(value, "data_ptr") and hasattr(value, "layout")
+        kind = getattr(value, "dtype", None)  # NumPy's has a name without its byte order
+        dtype = DTYPES.get(str(getattr(kind, "name", kind)).removeprefix("torch."))
+        is_plain = not of_torch or (str(value.layout) == "torch.strided" and value.device.type != "meta")
+        if not isinstance(name, str) or dtype is None or not is_plain:
+            what = f"save() takes a dict of tensors by name; {name!r} is {type(value).__name__}"
+            raise TypeError(f"{what}, and no plain tensor of torch or array of NumPy")
+        key = (value.data_ptr(), dtype.name, *value.shape, *value.stride()) if of_torch else id(value)
+        if key not in known or not value.nbytes:
+            data = Computed.in_memory(source.path, _bytes_of(value, of_torch=of_torch))
+            known[key] = TensorRef.of_bytes(data, dtype, tuple(value.shape))
+        tree[name] = known[key]
+    return Checkpoint(source, torch_zip.NAME, tree)
+
+
+def _bytes_of(value: Any, *, of_torch: bool) -> Any:
+    if not of_torch:
+        return np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+    import torch
+
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
 def save(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
     state: str | None = None,
@@ -297,7 +329,7 @@ def save(
     output. The output replaces nothing before it was read back: names, types and shapes as intended.
 
     Args:
-        checkpoint: what is written.
+        checkpoint: what is written: a checkpoint, or a dict of tensors of torch or arrays of NumPy by name.
         path: the output; `-` is standard output. What is named by a URL (s3, gs, az, hf) is written to a
             temporary file, and then uploaded.
         state: dotted path of the model's state; None to find it.
@@ -343,7 +375,13 @@ def save(
         ...     saved = ckpttool.save(plain, "plain.safetensors")
         >>> saved.keys, saved.left_out
         (7, ('optimizer', 'epoch'))
+        >>> import numpy
+        >>> ckpttool.save({"w": numpy.ones((2, 3), "float32")}, "of-arrays.safetensors").keys
+        1
     """
+    if isinstance(checkpoint, Mapping):
+        checkpoint = _in_memory(checkpoint)
+    require_checkpoint("save", checkpoint)
     options = destination.SaveOptions(**more)
     named = OutputPlace.at(path, force, options.needed, checkpoint)
     with named.local(dry_run, options.progress, options.expect) as place:

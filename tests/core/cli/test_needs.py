@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ckpttool.core.cli import group
+from ckpttool.errors import install
 from ckpttool.rooms import ROOMS
 from tests.support.comparing import saved_predictions
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
@@ -147,7 +148,7 @@ def test_a_command_that_needs_torch_names_the_extra(command: str, without_torch:
     assert (ran.returncode, ran.stdout) == (2, "")
     where = "net.py:resnet18: " if "net.py" in command else ""
     assert message.startswith(f"error: {where}") and "torch" in message
-    assert hint == f"hint: in a clone of ckpttool: pip install -e '.[{NEED_TORCH[command]}]'"
+    assert hint == f"hint: {install(NEED_TORCH[command])}"
     assert sorted(folder.glob("*.*")) == before
 
 
@@ -156,7 +157,7 @@ def test_with_json_the_extra_is_in_the_object(without_torch: dict[str, str], fol
     ran = run(without_torch, folder, "reload", "in.pt", "--model", "torchvision:resnet18", "--json")
     error = json.loads(ran.stdout)["error"]
     assert error["kind"] == "not-installed"
-    assert error["hint"] == "in a clone of ckpttool: pip install -e '.[torch]'"
+    assert error["hint"] == install("torch")
 
 
 def hiding(folder: Path, env: dict[str, str], *names: str) -> dict[str, str]:
@@ -304,6 +305,7 @@ def test_a_tensor_expanded_beyond_a_gibibyte_is_read_in_bounded_memory(command: 
 
 def test_loading_a_state_without_torch_names_the_extra(without_torch: dict[str, str], tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
-    for call in ("ckpttool.open('in.pt').state().load()", "ckpttool.skeletons().__enter__()"):
+    loading = "ckpttool.reload('in.pt', None)", "ckpttool.doctor('in.pt', 1)"
+    for call in ("ckpttool.open('in.pt').state().load()", "ckpttool.skeletons().__enter__()", *loading):
         ran = run(without_torch, tmp_path, "-c", f"import ckpttool; {call}")
-        assert "NeedsTorch: " in ran.stderr and "pip install -e '.[torch]'" in ran.stderr
+        assert "NeedsTorch: " in ran.stderr and install("torch") in ran.stderr

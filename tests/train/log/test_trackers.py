@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.errors import CkptToolError, UsageFault
+from ckpttool.errors import CkptToolError, UsageFault, install
 from tests.ranks.programs import ROOT, TINY
 from train import main
 from train.config.sections import TrainConfig
@@ -359,7 +359,7 @@ def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(
 ):
     monkeypatch.setitem(sys.modules, name, None)
     assert main.main(["--tracker", name, *TINY, "--out", str(tmp_path / "run")]) == 2
-    hint = f"in a clone of ckpttool: pip install -e '.[{name}]'"
+    hint = install(name)
     assert (
         capsys.readouterr().err == f"error: --tracker {name}: the package {name} is not installed ({hint})\n"
     )
