@@ -335,6 +335,17 @@ def test_a_failure_is_one_line_and_an_object_for_scripts(saved, capsys, monkeypa
 
 
 @pytest.mark.long
+def test_a_damaged_checkpoint_is_not_scored(saved, tmp_path, capsys):
+    raw = bytearray((saved / "plain.pt").read_bytes())
+    values = torch.load(saved / "plain.pt")["conv1.weight"].numpy().tobytes()
+    at = raw.index(values) + len(values) // 2
+    raw[at : at + 40] = bytes(byte ^ 255 for byte in raw[at : at + 40])
+    (tmp_path / "in.pt").write_bytes(raw)
+    assert main([str(tmp_path / "in.pt"), "--model", "resnet20", "--data", "fake:10"]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and "in.pt: the bytes of 'conv1.weight' do not match their checksum" in said.err
+
+
 def test_an_evaluation_does_not_import_the_compiler(saved):
     """It takes more than a second, and only training needs it."""
     code = "import sys; from train.evaluate import main; sys.exit(main() or 'torch._dynamo' in sys.modules)"
