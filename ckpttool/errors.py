@@ -171,7 +171,9 @@ def install(extra: str = "") -> str:
     """Return how to install what an extra brings, or all of it again; no registry has ckpttool itself yet."""
     if not extra:
         return "install ckpttool again, from where it came"
-    return f"pip install {' '.join(_brought_by(extra)) or extra}"
+    if libraries := _brought_by(extra):
+        return f"pip install {' '.join(libraries)}"
+    return f"in a clone of ckpttool: pip install -e '.[{extra}]'"  # one that is run without being installed
 
 
 def _brought_by(extra: str) -> list[str]:
@@ -180,7 +182,7 @@ def _brought_by(extra: str) -> list[str]:
 
     try:
         stated = [each.partition(";") for each in requires("ckpttool") or ()]
-    except PackageNotFoundError:  # in a zipapp
+    except PackageNotFoundError:  # in a clone or a zipapp
         return []
     found: list[str] = []
     for library, _, marker in stated:
