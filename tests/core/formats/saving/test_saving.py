@@ -421,7 +421,7 @@ def test_an_output_that_is_there_needs_force(tmp_path: Path) -> None:
     for dry in (True, False):
         with pytest.raises(OutputExists, match=r"out\.pt: already exists") as exists:
             ckpttool.save(checkpoint, tmp_path / "out.pt", dry_run=dry)
-    assert "--force" in str(exists.value.hint)
+    assert "force=True" in str(exists.value.hint)
 
 
 def test_a_file_without_a_state_can_be_copied_but_not_made_safetensors(tmp_path: Path) -> None:
