@@ -463,7 +463,9 @@ def extract_lora(
         cast=tuple(found.cast),
         config=found.config(rank, {layer.name: layer.rank for layer in layers}, whole),
     )
-    adapter = Checkpoint(tuned.source, "safetensors", tensors, metadata={"format": "pt"})
+    adapter = Checkpoint(
+        tuned.source, "safetensors", tensors, metadata={"format": "pt"}, shards=checkpoint.sources
+    )
     return adapter, report
 
 

@@ -82,18 +82,21 @@ def replacing(
     changed: int | None = None,
     *,
     exclusive: bool = False,
+    mode: int = 0o666,
 ) -> Iterator[BinaryIO]:
     """Open a new binary file that takes the place of `path` when the block ends without an error.
 
     The old file stays complete until then, and readers that have it open keep it. After an error nothing of
     the new file is left, except what an `attempt` keeps. A symbolic link stays, and its target is replaced.
     `-` is standard output, which gets all bytes at the end. `changed` is the time of change in nanoseconds,
-    if not now. An `exclusive` file replaces nothing, even if the target appears before the block ends. Raises
+    if not now. An `exclusive` file replaces nothing, even if the target appears before the block ends. A file
+    that replaces none has the permissions `mode`, but for those that the umask takes. Raises
     OutputExists then, UsageFault where the place can't be written, and OSError with `path` for a failing
     disk.
     """
     name = os.fspath(path)
-    with _to_standard_output() if name == "-" else _replacing(name, attempt, changed, exclusive) as file:
+    there = _to_standard_output() if name == "-" else _replacing(name, attempt, changed, exclusive, mode)
+    with there as file:
         yield file
 
 
@@ -113,14 +116,14 @@ def _to_standard_output() -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _replacing(
-    path: str, attempt: Attempt | None, changed: int | None, exclusive: bool
+    path: str, attempt: Attempt | None, changed: int | None, exclusive: bool, mode: int
 ) -> Iterator[BinaryIO]:
     target = system.real(path)
     if (exists := _check_target(path, target)) and exclusive:
         raise already_exists(path)
     folder = os.path.dirname(target)
     remove_abandoned(folder)
-    mode = 0o600 if exists else 0o666
+    mode = 0o600 if exists else mode
     try:
         claimed = attempt.claim_file(mode) if attempt else None
         if claimed is None:  # another process goes on with the same output

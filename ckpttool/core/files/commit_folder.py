@@ -50,31 +50,36 @@ def replacing_folder(
     attempt: Attempt | None = None,
     *,
     exclusive: bool = False,
+    mode: int = 0o666,
 ) -> Iterator[NewFolder]:
     """Make an empty folder that takes the place of `path` when the block ends without an error.
 
     Only the regular files (and links to them) that `replaced` names are removed from the old folder; it is
     asked again after the exchange. Files named by `kept` are in the new folder too, as hard links. Whatever
     else is found afterwards moves into the new folder, as `NAME.other-<hex>` where that has such a name.
-    An `exclusive` folder replaces an empty one at most. Raises OutputExists where it would replace more, and
-    UsageFault where the place can't be written, or holds something neither replaced nor kept.
+    An `exclusive` folder replaces an empty one at most. Files that replace none have no more permissions than
+    `mode`, nor has a folder that replaces none, but to be entered. Raises OutputExists where it would replace
+    more, and UsageFault where the place can't be written, or holds something neither replaced nor kept.
     """
     target = system.real(path)
     exists = check_folder(path, replaced, lambda: kept)
     parent = os.path.dirname(target)
     resuming.remove_abandoned(parent)
     try:
-        mode = system.PRIVATE_FOLDER if exists else 0o777
-        claimed = attempt.claim_folder(mode) if attempt else None
+        of_folder = system.PRIVATE_FOLDER if exists else mode | (mode & 0o444) >> 2
+        claimed = attempt.claim_folder(of_folder) if attempt else None
         if claimed is None:  # another process goes on with the same output
             attempt = None
-        lock, temporary = resuming.new_folder(target, mode) if claimed is None else claimed
+        lock, temporary = resuming.new_folder(target, of_folder) if claimed is None else claimed
     except OSError as error:
         raise not_writable(path, error) from error
     new = NewFolder(temporary)
     try:
         with no_room_named(path):
             yield new
+            for name in os.listdir(temporary) if mode != 0o666 else ():
+                file = os.path.join(temporary, name)
+                os.chmod(file, stat.S_IMODE(os.stat(file).st_mode) & mode)
             if exists:
                 unmoved(target, lambda: _keep_permissions_of_files(temporary, target, replaced(target)))
                 _link(path, kept, target, temporary)

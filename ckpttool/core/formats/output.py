@@ -120,17 +120,41 @@ class OutputPlace:
         with upload as path:
             yield self if path == self.path else OutputPlace(path, is_uploaded=True)
 
+    @property
+    def mode(self) -> int:
+        """The permissions of a new file, as of `cp`: the input's, of several those that all have."""
+        mode = 0o666
+        for file in (*([self.own] if self.own else ()), *self.needed):
+            for facts in facts_of(file):
+                mode &= facts.st_mode | 0o600
+        return mode
+
     def file(
         self, attempt: Attempt | None = None, changed: int | None = None
     ) -> AbstractContextManager[BinaryIO]:
         """Open a new file that takes this place, as `replacing` does."""
-        return replacing(self.path, attempt, changed, exclusive=not self.force)
+        return replacing(self.path, attempt, changed, exclusive=not self.force, mode=self.mode)
 
     def folder(
         self, replaced: Replaced, kept: Collection[str] = (), attempt: Attempt | None = None
     ) -> AbstractContextManager[NewFolder]:
         """Make a folder that takes this place, as `replacing_folder` does."""
-        return replacing_folder(self.path, replaced, kept, attempt, exclusive=not self.force)
+        return replacing_folder(self.path, replaced, kept, attempt, exclusive=not self.force, mode=self.mode)
+
+
+def facts_of(file: File) -> Iterator[os.stat_result]:
+    """Yield the facts of an input's files on this machine, but of what came by a pipe: that has no name."""
+    if isinstance(file, Checkpoint):
+        found = [os.fstat(source.fd) for source in file.sources if source.is_local]
+        yield from (facts for facts in found if facts.st_nlink)
+        return
+    path = canonical(os.fspath(file))
+    pieces = [path] if is_url(path) or os.path.lexists(path) else path.split("+")
+    for piece in pieces:
+        inside = [join(piece, name) for name in os.listdir(piece)] if os.path.isdir(piece) else [piece]
+        for name in inside:
+            with contextlib.suppress(OSError):
+                yield os.stat(name)
 
 
 def _files_of(file: File) -> tuple[str, set[Identity | str]]:

@@ -15,12 +15,13 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.core import system
 from ckpttool.core.files.commit import replacing
 from ckpttool.core.files.commit_folder import replacing_folder
 from ckpttool.core.formats.output import OutputPlace
 from ckpttool.errors import OutputExists
 from tests.support.comparing import saved_predictions
-from tests.support.running import Cli, assert_says
+from tests.support.running import ROOT, Cli, assert_says
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -270,3 +271,56 @@ def test_an_object_that_is_needed_is_never_replaced() -> None:
     place = OutputPlace("s3://bucket/base.pt", True, ["s3://bucket/base.pt"])
     with pytest.raises(OutputExists, match=r"such as s3://bucket/base-2\.pt"), place.local():
         raise AssertionError("nothing is asked of the bucket")
+
+
+WAYS = {
+    "convert": ("convert", "a.pt", "out"),
+    "a folder": ("convert", "a.pt", "out/", "--shard-size", "10kB"),
+    "dcp": ("convert", "a.pt", "out/", "--to", "dcp"),
+    "slim": ("slim", "a.pt", "out"),
+    "average": ("average", "b.pt", "a.pt", "out"),
+    "delta": ("delta", "b.safetensors", "a.safetensors", "out"),
+    "delta on a private one": ("delta", "a.safetensors", "b.safetensors", "out"),
+    "apply": ("apply", "a.safetensors", "d.safetensors", "out"),
+    "extract-lora": ("extract-lora", "a.safetensors", "b.safetensors", "out/", "--rank", "2"),
+    "split": ("split", "b.pt", "out/", "--as", "dtensor", "--ranks", "2"),
+    "report": ("report", "b.pt", "a.pt", "out.html"),
+}
+
+
+@pytest.mark.skipif(not system.HAS_OWNERS, reason="has no permissions")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o444])
+def test_a_new_output_has_no_more_permissions_than_its_inputs(
+    way: str, mode: int, here: Path, cli: Cli
+) -> None:
+    weights = {"module.l.weight": torch.randn(64, 64)}
+    for name, more in (("a", 0), ("b", 1), ("d", 0)):
+        changed = {key: value + more * torch.eye(64) for key, value in weights.items()}
+        torch.save(changed, f"{name}.pt")
+        save_file(changed, f"{name}.safetensors")
+        Path(f"{name}.safetensors").chmod(0o644)
+    ckpttool.delta("a.safetensors", "b.safetensors", "d.safetensors", force=True)
+    private = "b.pt" if way == "split" else "a.pt" if "a.pt" in WAYS[way] else "a.safetensors"
+    Path(private).chmod(mode)
+    mask = os.umask(0o022)
+    try:
+        words = [word if word != "out" else f"out{Path(private).suffix}" for word in WAYS[way]]
+        assert cli(*words).code == 0
+    finally:
+        os.umask(mask)
+    found = {
+        path.name: path.stat().st_mode & 0o777 for path in here.rglob("*") if path.name.startswith("out")
+    }
+    files = {path: path.stat().st_mode & 0o777 for path in here.glob("out/*")} or found
+    assert {*files.values()} == {mode | 0o600}, files
+    if (here / "out").is_dir():
+        assert found["out"] == mode | 0o700 | (mode & 0o444) >> 2
+
+
+def test_what_came_by_a_pipe_is_as_private_as_the_umask_says(here: Path) -> None:
+    torch.save({"l.weight": torch.randn(4)}, "a.pt")
+    command = [sys.executable, "-c", "from ckpttool.core.cli import main; main()", "convert", "-", "out.pt"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, input=Path("a.pt").read_bytes(), check=True, umask=0o027, env=environment)
+    assert Path("out.pt").stat().st_mode & 0o777 == 0o640
