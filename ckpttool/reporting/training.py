@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.files.commit import reason
+from ..core.files.commit import open_source_descriptor, reason
 from ..core.formats.roots import STATEMENT
 from ..core.lazy import np
 from ..core.words import counted, printable
@@ -27,15 +27,14 @@ NUMBERED = "rank*.safetensors"
 
 def is_run(path: str) -> bool:
     """Return whether a path is a folder that a training, or an evaluation, has left."""
-    return os.path.isfile(os.path.join(path, LOG)) or bool(evaluations_in(path))
+    return os.path.lexists(os.path.join(path, LOG)) or bool(evaluations_in(path))
 
 
 def evaluations_in(folder: str) -> list[str]:
     """Return the folders of evaluations: the folder itself, and those directly in it."""
     inside = glob.escape(folder)
     found = [os.path.join(inside, STATEMENT), os.path.join(inside, "*", STATEMENT)]
-    paths = (path for pattern in found for path in sorted(glob.glob(pattern)))
-    return [os.path.dirname(path) for path in paths if os.path.isfile(path)]
+    return [os.path.dirname(path) for pattern in found for path in sorted(glob.glob(pattern))]
 
 
 def training(folders: Sequence[str]) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def training(folders: Sequence[str]) -> dict[str, Any]:
     Raises:
         Damaged, Unreadable: a log is.
     """
-    runs = read_runs([folder for folder in folders if os.path.isfile(os.path.join(folder, LOG))])
+    runs = read_runs([folder for folder in folders if os.path.lexists(os.path.join(folder, LOG))])
     quantities = panels(runs) if runs else ()
     shown = [
         {"quantity": printable(each), "title": printable(title(each)), "curves": _curves(runs, each)}
@@ -85,8 +84,10 @@ def evaluation(folder: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, STATEMENT)
     try:
-        with open(path, "rb") as file:
+        with open(open_source_descriptor(path), "rb") as file:  # which a pipe does not hold up
             stated = json.loads(file.read(LONGEST))
+    except Unreadable as fault:
+        raise Unreadable(path, fault.reason) from None
     except OSError as error:
         raise Unreadable(path, reason(error)) from error
     except (ValueError, RecursionError):

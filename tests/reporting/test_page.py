@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -222,6 +223,19 @@ def test_a_certificate_that_does_not_hold_is_said_not_to(tmp_path: Path) -> None
     path.write_text("[]")
     with pytest.raises(ckpttool.errors.Damaged, match="is not a JSON object"):
         ckpttool.report(run, tmp_path / "c.html")
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "eval.json", "best/eval.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_a_log_that_is_no_file_is_named(
+    name: str, make: Callable[[Path], None], tmp_path: Path, cli: Cli
+) -> None:
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    torch.save({"w": torch.ones(2)}, tmp_path / "run" / "last.pt")
+    make(tmp_path / "run" / name)
+    ran = cli("report", tmp_path / "run", tmp_path / "out.html")
+    assert ran.code == 3 and f"run/{name}: " in ran.err, ran.err
+    assert not (tmp_path / "out.html").exists()
 
 
 def test_runs_are_drawn_together_and_one_without_a_checkpoint_has_curves(tmp_path: Path) -> None:
