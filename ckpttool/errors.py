@@ -234,10 +234,12 @@ class RanksDiffer(CkptToolError, kind="ranks-differ", exit_code=1):
 
 WEB = ("https", "http")
 AT = re.compile("@|%40")
-FORM = r"((?:https?|ftp|hf|s3|gs|az)(?=:/)|[a-z][a-z0-9+.-]{1,20}(?=://))://?"  # one slash: of a Path
-IN_TEXT = re.compile(rf"{FORM}(\S*)", re.IGNORECASE)
-WHOLE = re.compile(rf"{FORM}(.*)", re.IGNORECASE | re.DOTALL)
-SITE = re.compile(r"(?:localhost|\[[0-9a-f:.]+\]|[^:@]*\.[^:@]*)(?::\d*)?", re.IGNORECASE)
+KNOWN = "https?|ftp|hf|s3|gs|az"  # with fewer slashes too, as a Path writes them
+FORM = rf"((?:{KNOWN})(?=:)|[a-z][a-z0-9-]{{1,20}}(?=://)):/{{0,2}}"
+IN_TEXT = re.compile(rf"{FORM}(\S+)", re.IGNORECASE)
+WHOLE = re.compile(rf"{FORM}(.+)", re.IGNORECASE | re.DOTALL)
+SITE = re.compile(r"(?:localhost|[\d.]+|\[[0-9a-f:.]+\])(?::\d*)?|[^:@]*\.[^:@]*:?", re.IGNORECASE)
+TOKEN = re.compile(r"\bhf_\w{20,}")
 
 
 def masked(text: str, *, whole: bool = False) -> str:
@@ -245,11 +247,16 @@ def masked(text: str, *, whole: bool = False) -> str:
 
     A password ends at the last `@`: it may hold whatever ends a host, but for a space in a longer text.
     """
-    return (WHOLE if whole else IN_TEXT).sub(_masked, text) if ":/" in text else text
+    form = WHOLE if whole else IN_TEXT
+
+    def one(url: re.Match[str]) -> str:
+        inside = form.sub(one, url[2])  # of BASE+DELTA
+        return url[0].removesuffix(url[2]) + _masked(url[1].lower(), inside)
+
+    return TOKEN.sub("hf_…", form.sub(one, text)) if ":" in text else text
 
 
-def _masked(url: re.Match[str]) -> str:
-    scheme, rest = url[1].lower(), url[2]
+def _masked(scheme: str, rest: str) -> str:
     if is_login(scheme, rest):
         rest = f"…@{AT.split(rest)[-1]}"
     for mark in "?#" if scheme in WEB else "?":
@@ -257,7 +264,7 @@ def _masked(url: re.Match[str]) -> str:
         end = secret[len(secret.rstrip(",;:.)'\"`")) :]
         if end != secret and not re.match("…[0-9a-f]{8}$", secret.removesuffix(end)):
             rest = f"{begin}{found}…{end}"
-    return f"{url[0].removesuffix(url[2])}{rest}"
+    return rest
 
 
 def is_login(scheme: str, rest: str) -> bool:
@@ -265,7 +272,7 @@ def is_login(scheme: str, rest: str) -> bool:
     if not AT.search(rest.lower()):
         return False
     host = re.split("[/?#]", rest, maxsplit=1)[0]
-    if scheme in WEB:  # of a host without a dot the rest may be a password's
+    if scheme in WEB:  # of a host without a dot, or with a port, the rest may be a password's
         return not SITE.fullmatch(host)
     is_known = scheme in ("hf", "s3", "gs", "az", "file") and (host or scheme == "file")
-    return not is_known or ":" in host or (scheme != "hf" and bool(AT.search(host)))
+    return not is_known or ":" in host.rstrip(":") or (scheme != "hf" and bool(AT.search(host)))

@@ -356,7 +356,8 @@ LEAKING = (
     *("http://u:SEC#SECRET@h/x", "https://u:SECRET%40h/x", "s3://AKIA:S/SECRET@b/k", "s3:///u:SECRET@b/k"),
     *("gs://b/k?sig=SECRET", "HTTPS://u:SEC SECRET@h/x", "https:/u:SECRET@h/x", "https://[u:SECRET@h/x"),
     *("http://h:80/x.pt?a=b SECRET", "az://u:SECRET@c/k", "file://u:SECRET@h/x", "xyz:///u:SECRET@h/x"),
-    "https://u:SECRET@h/x\udcff",
+    *("https://u:SECRET@h/x\udcff", "https://h.org/a.pt+https://u:SECRET@h/x", "http://u.v:1/SECRET@h/x"),
+    *("https:u:SECRET@h/x", "https://h.org/x?a=SECRET+https://h.org/y?b=SECRET"),
 )
 WAYS = (
     *("inspect {}", "convert a.pt {}", "convert {} o.pt", "strip-prefix a.pt {} --force", "diff a.pt {}"),
@@ -423,6 +424,19 @@ def test_a_pipe_in_the_cache_is_no_part_of_it(
         make(kept)
         assert cli("inspect", f"{server.url}/a.pt").code == 0
     assert kept.is_dir()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("hf://gpt2@main: no such file", "hf://o/r@v1/x@y.pt: gone", "https://h.org/npm/x@1.2/f.pt: gone"),
+        *("s3://b/a@b.pt, s3://b/c@d.pt", "http://localhost:80/a@b.pt", "http://127.0.0.1:8000/a@b: gone"),
+        *("is it https://h.org/x?", "file:///tmp/a@b.pt", "line 3: a@b", "run:/tmp/a@b", "note:x@y"),
+        *("https://h.org/x.pt?…0123abcd: gone", "a.pt+hf://o/r@v1/d.pt: gone", "x: 3@4: y"),
+    ],
+)
+def test_what_is_no_secret_is_said(text: str) -> None:
+    assert str(CkptToolError(text)) == text
 
 
 # URLs.
