@@ -37,7 +37,7 @@ def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif
     Pickles are found by content, whatever a file is called: in zips, tars, gzip, bzip2, xz and zlib, NumPy's
     and joblib's files, one inside another. Of each the names that it would import are compared with those
     known to be harmless. A file is dangerous (it names what runs code), unknown (it names a class or function
-    not known here), unreadable (not all of it could be looked at) or safe.
+    not known here, or a loader could read on where this does not), unreadable (damaged) or safe.
 
     Exit 1 if something could run, else 3 if something is unreadable. docs/scan.md has more. --allow does not
     allow what attacks use, unless it names it without * or ?.
@@ -59,7 +59,7 @@ def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif
             scanned.append(file)
             bar.step(number, len(files))
     if not (console.json or sarif):
-        _say_unreadable(scanned)
+        _say_problems(scanned)
     if sarif:
         click.echo(to_json(as_sarif(scanned, __version__)))
     else:
@@ -69,11 +69,14 @@ def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif
     return 1 if verdicts & {DANGEROUS, UNKNOWN} else 3 if UNREADABLE in verdicts else 0
 
 
-def _say_unreadable(scanned: list[Scanned]) -> None:
+def _say_problems(scanned: list[Scanned]) -> None:
     """Say what could not be looked at: on stderr, with -q too."""
+    from .verdicts import UNKNOWN, UNREADABLE
+
     for path, problem in ((file.path, problem) for file in scanned for problem in file.problems):
         where = f"{path}: {problem.where}" if problem.where else path
-        say("unreadable:", "yellow", f"{printable(where)}: {printable(problem.reason)}")
+        label = UNKNOWN if problem.goes_on else UNREADABLE
+        say(f"{label}:", "yellow", f"{printable(where)}: {printable(problem.reason)}")
 
 
 def _lines(console: Console, scanned: list[Scanned]) -> list[str]:
