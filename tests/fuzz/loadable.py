@@ -94,7 +94,8 @@ def _legacy(extra: Callable[[bytes, Random], tuple[bytes, bytes]]) -> Callable[[
 
 
 def _inside(data: bytes) -> bytes:
-    return data[2:-1] if data[:1] == b"\x80" else data
+    """A pickle without its first opcode and its last one."""
+    return (data[2:] if data[:1] == b"\x80" else data).removesuffix(b".")
 
 
 LEAVES: tuple[Step, ...] = (
@@ -183,7 +184,9 @@ def _zip(data: bytes, random: Random) -> bytes:
     with zipfile.ZipFile(out, "w", random.choice(methods)) as archive:
         before = random.choice((0, 0, 0, 1, 3, 1100 if random.random() < 0.2 else 2))
         for number in range(before):
-            archive.writestr(f"{number}.txt", random.choice((b"", b"text", random.randbytes(50))))
+            archive.writestr(
+                f"{number}.txt", random.choice((b"", b"text", random.randbytes(50).hex().encode()))
+            )
         archive.writestr(
             random.choice(("a.npy", "x", "data.pkl", "archive/data/0", "x.gz", "a/version")), data
         )
