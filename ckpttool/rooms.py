@@ -22,6 +22,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mapping": (),
     "numbers": (),
     "ranks": (),
+    "dividing": (),
     "slimming": ("deltas",),
     "disarming": (),
     "batchnorm": ("distributed",),

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..core.files.commit import Spool
-from ..core.files.digest import PIECE, combined, crc32
+from ..core.files.crc import combined, crc32
+from ..core.files.digest import PIECE
 from ..core.files.threads import MOST_THREADS, Buffers, Progress, cores, cut, map_pieces
 from ..core.lazy import np
 from ..core.tensors.ref import DTYPES, ByteRange, TensorRef

@@ -6,14 +6,15 @@ import shlex
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, itemgetter
+from typing import Any
 
 from ...errors import Damaged, RanksDiffer, Refused
 from ..files import digest
-from ..files.digest import combined, crc32, crc32_of
+from ..files.crc import combined, crc32, crc32_of
 from ..files.threads import Progress, map_bytes
 from ..inert_pickle.values import TooDeep
 from ..lazy import hashlib
@@ -141,6 +142,29 @@ class Checksums:
             raise unmatched(self._checkpoint, *self._named[number])
         for sums in self._unequal(progress):
             raise unmatched(self._checkpoint, sums.name, sums.storage, "digest")
+
+    def seen(self) -> dict[str, object]:
+        """Return what was summed so far, as JSON: `take` in another process goes on with it.
+
+        Raises Damaged if a storage that was read as a whole has another checksum.
+        """
+        for number in sorted(self._sums.wrong):
+            raise unmatched(self._checkpoint, *self._named[number])
+        rows = {
+            number: [[at, end, crc] for at, (end, crc) in [*found.items()]]
+            for number, found in [*self._sums.parts.items()]
+        }
+        done = [number for number, is_done in enumerate(self._sums.done) if is_done]
+        return {"done": done, "rows": rows, "pieces": [sums.pieces() for sums in self._digests]}
+
+    def take(self, seen: Mapping[str, Any]) -> None:
+        """Take what an earlier process, or that of another part, has summed of the same checkpoint."""
+        for number in seen.get("done", ()):
+            self._sums.done[number] = 1
+        for number, rows in seen.get("rows", {}).items():
+            self._sums.parts[int(number)].update({at: (end, crc) for at, end, crc in rows})
+        for sums, pieces in zip(self._digests, seen.get("pieces", ()), strict=False):
+            sums.take(pieces)
 
     def damaged(self, progress: Progress | None = None) -> list[Named]:
         """Return the storages whose bytes do not match what is stated, when everything was read."""
@@ -271,6 +295,7 @@ class _Digest:
         self.name, self.storage, self.piece = name, storage, digest.PIECE
         self._pieces = digest.Pieces(storage.nbytes)
         self.see, self.unread = self._pieces.see, self._pieces.missing
+        self.pieces, self.take = self._pieces.done, self._pieces.take
 
     def agrees(self) -> bool:
         """Return whether all bytes, which have been seen, are those that are stated."""

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ...errors import CkptToolError, OutputExists
 from .console import Console
 from .failure import Call
+
+if TYPE_CHECKING:
+    from ..files.parts import Part
 
 TWO_COLUMNS = 60  # of a terminal from which on options stand beside their meaning
 
@@ -300,12 +303,29 @@ to_option = option(
     f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
     type=click.Choice(FORMATS, case_sensitive=False),
 )
+
+
+def _this_part(_: click.Context, __: click.Parameter, given: str | None) -> object:
+    """Return the part that was named, or that torchrun has started this process for."""
+    from ..files.parts import Part
+
+    if given is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        rank, count = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
+        given = f"{rank + 1}/{count}" if count > 1 else None
+    return given and Part.parse(given)
+
+
+part_option = option(
+    "--part I/N",
+    "Write part I of N; who finds all others done puts them in place. Default under torchrun: of its ranks.",
+    callback=_this_part,
+)
 resume_option = flag("--resume", "Go on with an interrupted conversion from a URL.")
 full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
 
 
 # Parameters that change no byte of an output
-SAYING = ("as_json", "quiet", "verbose", "force", "resume", "verify", "companions", "output")
+SAYING = ("as_json", "part", "quiet", "verbose", "force", "resume", "verify", "companions", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,11 +344,22 @@ class WriteJob:
     dry_run: bool = False
     force: bool = False
     resume: bool = False
+    part: Part | None = None
 
     def saving(self) -> dict[str, Any]:
         """Return the arguments of `formats.save`."""
         names = ("state", "shard_size", "device", "verify", "force", "dry_run")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command that finishes an output of parts; nothing where a URL in it may hold a secret."""
+        words = click.get_current_context().ensure_object(Call).typed
+        if any("://" in word and re.search("[@?]", word) for word in words):
+            return ()
+        return tuple(
+            word for number, word in enumerate(words) if not _is_of_part(words[max(number - 1, 0)], word)
+        )
 
     @property
     def recipe(self) -> str:
@@ -355,6 +386,10 @@ class WriteJob:
         words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
         what = f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT"
         raise OutputExists(what, hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}")
+
+
+def _is_of_part(before: str, word: str) -> bool:
+    return "--part" in (before, word) or word.startswith("--part=")
 
 
 def _with_console(function: F) -> F:
@@ -441,6 +476,7 @@ writing_options = _all(
     ),
     device_option,
     resume_option,
+    part_option,
     job_options,
 )
 

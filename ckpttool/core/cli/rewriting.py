@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ...errors import UsageFault
-from ..words import noted
+from ..words import first_few, noted
 from .console import Console, counted, printable, show_bytes
 from .options import WriteJob
 from .reading import fields_of, note_fields, note_piece, note_state
@@ -178,7 +178,11 @@ def rewrite(
 
     started, console = time.perf_counter(), job.console
     needed = job.inputs if job.inputs[1:] else ()  # what is made of one may take its place
-    choices = job.saving() | {"resume": job.resume, "recipe": job.recipe, "needed": needed} | choices
+    choices = (
+        job.saving()
+        | {"resume": job.resume, "part": job.part, "words": job.words, "recipe": job.recipe, "needed": needed}
+        | choices
+    )
     with opening() if opening else formats.open(job.input) as checkpoint:
         piece = None if opening else note_piece(console, job.input)
         to, full = choices.get("to"), choices.get("full")
@@ -297,14 +301,22 @@ def _report(job: WriteJob, outcome: Outcome, saved: Saved, companions: Companion
         for name, (value, became) in LOSSES.items():
             data[name] = count = getattr(outcome.casting, name)
             if count:
-                console.note(f"{counted(count, value)} became {became}")
+                where = f" in part {job.part}" if job.part else ""
+                console.note(f"{counted(count, value)} became {became}{where}")
     for note in _warnings(console, saved, versions):
         console.note(note)
-    companions.copy(job, outcome.settings)
+    done = outcome.done
+    if saved.part:
+        done, rest = f"wrote part {saved.part}", "all are written: another process puts them in place"
+        if saved.waiting:
+            rest = f"still to come: part {first_few(saved.waiting)}; the last one puts all in place"
+        console.note(rest)
+    else:
+        companions.copy(job, outcome.settings)
     about = "about " if dry and saved.format == "dcp" else ""
     shards = f" in {counted(saved.shards, 'shard')}" if saved.shards else ""
     size = f"{about}{show_bytes(saved.nbytes)}{shards}"
-    report_written(console, outcome.done, saved.path, size, seconds, data, dry=dry, table=outcome.table)
+    report_written(console, done, saved.path, size, seconds, data, dry=dry, table=outcome.table)
 
 
 def report_written(

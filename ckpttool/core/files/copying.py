@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from heapq import merge
 from itertools import chain, zip_longest
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from threading import Lock
 from typing import BinaryIO, NamedTuple
 
 from .. import system
 from ..tensors.ref import ByteRange, Computed, Source
-from .digest import combined, crc32
+from .crc import combined, crc32
 from .resuming import Written
 from .threads import BUFFER, MOST_THREADS, Buffers, Progress, cores, cut, in_order
 
@@ -151,12 +151,16 @@ HERE: Place = ("", 0)  # of those of this machine
 
 
 class _Stretch(NamedTuple):
-    """Bytes of a copy that are written together."""
+    """Bytes of a copy that are written together, and where they come from if that is elsewhere."""
 
-    place: Place
     copy: _Copy
     start: int
     nbytes: int
+    near: ByteRange | None = None
+
+    @property
+    def place(self) -> Place:
+        return (self.near.source.place, self.near.offset) if self.near else HERE
 
 
 class Output:
@@ -172,13 +176,16 @@ class Output:
         progress: Progress | None = None,
         written: Written | None = None,
         in_a_row: int | None = None,
+        announce: Callable[[list[ByteRange]], object] | None = None,
     ) -> None:
-        """Begin at the start of a file, of which an earlier attempt may have written some.
+        """Begin at the start of a file, of which an earlier attempt, or another part, may have written some.
 
-        Of copied bytes each thread takes `in_a_row`, a multiple of BUFFER, which it is when None.
+        Of copied bytes each thread takes `in_a_row`, a multiple of BUFFER, which it is when None. `announce`
+        is told what is elsewhere, before it is read.
         """
         self.fd = file.fileno()
-        self._written, self._in_a_row = written, in_a_row or BUFFER
+        self._written, self._in_a_row, self.announce = written, in_a_row or BUFFER, announce
+        self._is_part = written is not None and not written.has_rest
         self.position = 0
         self._progress: Progress = progress or (lambda _: None)
         self._planned: list[_Copy] = []
@@ -199,6 +206,8 @@ class Output:
 
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes to a place of the file; `position` stays."""
+        if self._is_part:
+            return
         if len(data) >= TINY:
             self._write_now(position, data)
         else:
@@ -226,8 +235,9 @@ class Output:
         `near` tells where computed bytes come from.
         """
         near = data if isinstance(data, ByteRange) else near
-        if data.nbytes <= SMALL and not self._planned and (near is None or near.source.is_local):
-            crc, _ = self._put_here(self.position, [data.read()], sums=bool(then))
+        is_here = near is None or near.source.is_local
+        if data.nbytes <= SMALL and is_here and not (self._planned or self._written):
+            crc, _ = self._write_chunks(self.position, [data.read()], self._progress, sums=bool(then))
             self.position += data.nbytes
             if then:
                 then(crc)
@@ -236,6 +246,8 @@ class Output:
 
     def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of small ranges of files that are to be written, read together."""
+        if self._is_part:
+            return [b""] * len(ranges)
         self._progress(sum(data.nbytes for data in ranges))
         return read_together(ranges)
 
@@ -255,6 +267,9 @@ class Output:
             self._write_now(position, data)
 
     def _plan(self, data: Data, nbytes: int, then: Then | None, near: Near) -> None:
+        if self._is_part and then:  # what waits for the checksum is not written here
+            then(0)
+            then = None
         self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
         self.position += nbytes
         # What is elsewhere is announced in the order in which all of it lies.
@@ -268,86 +283,101 @@ class Output:
         for copy in planned:
             data, near, start = copy.data, copy.near, 0
             if near is None or near.source.is_local:
-                stretches.append(_Stretch(HERE, copy, 0, copy.nbytes))
+                stretches.append(_Stretch(copy, 0, copy.nbytes))
             elif isinstance(data, Computed) and (parts := data.stretches()):
                 for nbytes, place in parts:
-                    stretches.append(_Stretch((place.source.place, place.offset), copy, start, nbytes))
+                    stretches.append(_Stretch(copy, start, nbytes, place))
                     start += nbytes
             else:
-                stretches.append(_Stretch((near.source.place, near.offset), copy, 0, copy.nbytes))
-        return sorted(stretches, key=itemgetter(0))
+                stretches.append(_Stretch(copy, 0, copy.nbytes, near))
+        return sorted(stretches, key=attrgetter("place"))
+
+    def reads(self, stretch: _Stretch) -> ByteRange | None:
+        """Return what of a stretch is read from elsewhere, as far as it is known; None for nothing."""
+        left = [block for block in self._cut(stretch) if not self._is_left(stretch.copy, *block)]
+        if stretch.near is None or not left:
+            return None
+        begin = left[0][0] - stretch.copy.position - stretch.start
+        nbytes = sum(left[-1]) - left[0][0]
+        if isinstance(stretch.copy.data, ByteRange):
+            return stretch.near.part(begin, nbytes)
+        return stretch.near if nbytes == stretch.nbytes else None
+
+    def _cut(self, stretch: _Stretch) -> Iterator[tuple[int, int]]:
+        """Yield the place and the size of each block in which a stretch is written."""
+        data, nbytes = stretch.copy.data, stretch.nbytes
+        most = max(nbytes, 1)
+        if isinstance(data, ByteRange) or (isinstance(data, Computed) and data.is_divisible):
+            together = data.together if isinstance(data, Computed) else 0
+            most = max(self._in_a_row, together) if nbytes > SMALL else most
+        start = stretch.copy.position + stretch.start
+        return ((start + at, size) for at, size in cut(nbytes, most))
 
     def _blocks(self, stretch: _Stretch, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
         """Yield the jobs that write a stretch; what takes no job is written in between."""
-        copy, position, nbytes = stretch.copy, stretch.copy.position + stretch.start, stretch.nbytes
+        copy, first = stretch.copy, stretch.copy.position + stretch.start
         data = copy.data
-        if isinstance(data, ByteRange | Computed):
-            data = data.part(stretch.start, nbytes)
-        if nbytes and self._has(data, position, nbytes):
-            for start, size in cut(nbytes, self._in_a_row):
-                piece = data.part(start, size) if isinstance(data, ByteRange) else None
-                yield partial(self._sum, buffers, copy, piece, position + start, size)
-        elif not isinstance(data, ByteRange | Computed):
-            self._put_here(position, data)
-        elif nbytes <= SMALL:
-            with buffers.one() as buffer:
-                crc, end = self._put_here(position, data.chunks(buffer), sums=bool(copy.then))
-            copy.wrote(position, crc, end - position)
-        elif isinstance(data, Computed) and not data.is_divisible:
-            crc, end = self._put_here(position, data.make(0, nbytes), sums=bool(copy.then))
-            copy.wrote(position, crc, end - position)
-        elif not self._shares(copy):
-            together = data.together if isinstance(data, Computed) else 0
-            for start, size in cut(nbytes, max(self._in_a_row, together)):
-                is_there = self._has(data, position + start, size)
-                move = self._sum if is_there else self._put
-                yield partial(move, buffers, copy, data.part(start, size), position + start, size)
+        for begin, nbytes, crc in self._written.rows_of(copy.position) if self._written else ():
+            if first <= begin < first + stretch.nbytes:
+                self._progress(nbytes)
+                copy.wrote(begin, crc, nbytes)
+        if isinstance(data, ByteRange) and self._shares(copy):
+            return
+        for position, nbytes in self._cut(stretch):
+            if self._is_left(copy, position, nbytes):
+                continue
+            if not isinstance(data, ByteRange | Computed):
+                self._put_here(copy, position, data)
+            elif nbytes <= SMALL:
+                with buffers.one() as buffer:
+                    self._put_here(copy, position, data.part(position - copy.position, nbytes).chunks(buffer))
+            elif isinstance(data, Computed) and not data.is_divisible:
+                self._put_here(copy, position, data.make(position - copy.position, nbytes))
+            else:
+                part = data.part(position - copy.position, nbytes)
+                yield partial(self._put, buffers, copy, part, position, nbytes)
+        if not stretch.nbytes and copy.then:
+            copy.then(0)
 
     def _shares(self, copy: _Copy) -> bool:
         """Let the file share the bytes that are to be copied; return False where it can't."""
         data, position = copy.data, copy.position
-        if copy.then or not isinstance(data, ByteRange) or not data.source.is_local:
+        if copy.then or self._written or copy.nbytes <= SMALL:
+            return False
+        if not isinstance(data, ByteRange) or not data.source.is_local:
             return False
         shared = share(data, self.fd, position)
-        if shared:
-            self._put_here(position, [data.part(0, shared.start).read()])
-            self._put_here(position + shared.stop, [data.part(shared.stop, copy.nbytes - shared.stop).read()])
-            self._progress(len(shared))
+        for part in (range(shared.start), range(shared.stop, copy.nbytes)) if shared else ():
+            chunks = [data.part(part.start, len(part)).read()]
+            self._write_chunks(position + part.start, chunks, self._progress, sums=False)
+        self._progress(len(shared))
         return bool(shared)
 
-    def _put_here(
-        self, position: int, chunks: Iterable[memoryview | bytes], *, sums: bool = False
-    ) -> tuple[int, int]:
-        """Write chunks from this thread, with progress after each; return as `_write_chunks` does."""
-        crc, end = self._write_chunks(position, chunks, self._progress, sums=sums)
-        if self._written:
-            self._written.add(position, end - position)
-        return crc, end
+    def _put_here(self, copy: _Copy, position: int, chunks: Iterable[memoryview | bytes]) -> None:
+        """Write chunks of a copy from this thread, with progress after each."""
+        crc, end = self._write_chunks(position, chunks, self._progress, sums=self._sums(copy))
+        self._noted(copy, position, crc, end - position)
+
+    def _sums(self, copy: _Copy) -> bool:
+        return bool(copy.then or self._written)
 
     def _put(self, buffers: Buffers, copy: _Copy, data: Bytes, position: int, nbytes: int) -> _Block:
         """Write a block, from any thread; progress is for the caller's."""
         with buffers.one(data.together if isinstance(data, Computed) else 0) as buffer:
             chunks = data.chunks(buffer)
-            crc, _ = self._write_chunks(position, chunks, lambda _: None, sums=bool(copy.then))
+            crc, _ = self._write_chunks(position, chunks, lambda _: None, sums=self._sums(copy))
         return self, copy, position, crc, nbytes
 
-    def _has(self, data: Data, position: int, nbytes: int) -> bool:
-        """Return whether an earlier attempt wrote a stretch that need not be read, or computed, again."""
-        if self._written is None or not (self._written.computed or isinstance(data, ByteRange)):
+    def _is_left(self, copy: _Copy, position: int, nbytes: int) -> bool:
+        """Return whether a block is written already, or by another part."""
+        written = self._written
+        if not written or written.has(copy.position, position, nbytes):
+            return written is not None
+        if written.owns(position):
             return False
-        return self._written.covers(position, nbytes)
-
-    def _sum(self, buffers: Buffers, copy: _Copy, data: Bytes | None, position: int, nbytes: int) -> _Block:
-        """Sum a block that is there already, and show it to those who watch its source."""
-        crc = 0
-        with buffers.one() as buffer:
-            for start, size in cut(nbytes, BUFFER):
-                view = buffer[:size]
-                system.preadv(self.fd, [view], position + start)  # regular file, at most BUFFER: all at once
-                if isinstance(data, ByteRange):
-                    data.source.seen(data.offset + start, view)
-                crc = crc32(view, crc) if copy.then else 0
-        return self, copy, position, crc, nbytes
+        if written.has_rest:
+            raise written.missing(position)
+        return True
 
     def _write_chunks(
         self, position: int, chunks: Iterable[memoryview | bytes], progress: Progress, *, sums: bool
@@ -363,8 +393,11 @@ class Output:
 
     def _done(self, copy: _Copy, position: int, crc: int, nbytes: int) -> None:
         self._progress(nbytes)
-        if self._written:
-            self._written.add(position, nbytes)
+        self._noted(copy, position, crc, nbytes)
+
+    def _noted(self, copy: _Copy, position: int, crc: int, nbytes: int) -> None:
+        if self._written and (self._written.computed or isinstance(copy.data, ByteRange)):
+            self._written.add(copy.position, (position, nbytes, crc))
         copy.wrote(position, crc, nbytes)
 
 
@@ -378,6 +411,8 @@ def settle_together(outputs: Sequence[Output]) -> None:
         output._write_gathered()
     buffers = Buffers()
     planned = [[(output, stretch) for stretch in output._stretches()] for output in outputs]
+    if outputs and (announce := outputs[0].announce):
+        announce([read for row in planned for output, stretch in row if (read := output.reads(stretch))])
 
     def blocks(stretches: Iterable[tuple[Output, _Stretch]]) -> Iterator[Callable[[], _Block]]:
         for output, stretch in stretches:
@@ -464,5 +499,5 @@ class Planned(DryOutput):
         return super().taken(ranges)
 
     def _note(self, place: ByteRange | None, nbytes: int) -> None:
-        where = (place.source.version, place.offset, place.nbytes) if place else ()
+        where = (place.source.shared_version, place.offset, place.nbytes) if place else ()
         self.hash.update(repr((self.position, nbytes, where)).encode())

@@ -1,4 +1,4 @@
-"""Checksums: CRC-32s that can be combined, chains of JSON lines, and the SHA-256 of a state's contents."""
+"""Chains of JSON lines, and the SHA-256 of a state's contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, reduce
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -18,77 +17,6 @@ from ..tensors.ref import DType, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded
 from .commit import append_line, reason
 from .threads import Progress, cut, map_bytes
-
-try:
-    from isal.isal_zlib import crc32 as crc32
-except ImportError:
-    from zlib import crc32 as crc32
-
-# ---- CRC-32
-#
-# A CRC is the remainder of a polynomial over GF(2). The CRC of two stretches together follows from those of
-# both and the length of the second: `crc(ab) = crc(a) · x^(8·len(b)) + crc(b)` modulo the polynomial. zlib
-# calls this `crc32_combine`; Python does not offer it. The package `isal` (the extra `fast`) sums six times
-# as fast as zlib.
-
-POLYNOMIAL = 0xEDB88320  # x^32 is equal to this; reflected, as zip has it: the highest bit is x^0
-ONE, X8 = 1 << 31, 1 << 23
-
-
-def crc32_of(chunks: Iterable[memoryview]) -> int:
-    """Return the CRC-32 of bytes in pieces."""
-    return reduce(lambda crc, chunk: crc32(chunk, crc), chunks, 0)
-
-
-def combined(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of two stretches together, `nbytes` the length of the second."""
-    exponent = 0
-    while first and nbytes:
-        if nbytes & 1:
-            lowest, low, high, highest = _shift(exponent)
-            first = (
-                lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24]
-            )
-        nbytes, exponent = nbytes >> 1, exponent + 1
-    return first ^ second
-
-
-@lru_cache(64)
-def _shift(exponent: int) -> list[list[int]]:
-    """Return what each byte of a CRC, the lowest first, becomes times x^(8 · 2^exponent)."""
-    bits = [_square(exponent)]  # what x^0, x^1, … become: the highest bit first
-    for _ in range(31):
-        bits.append(_times_x(bits[-1]))
-    bits.reverse()
-    tables = []
-    for first in range(0, 32, 8):
-        table = [0]
-        for bit in bits[first : first + 8]:
-            table += [bit ^ below for below in table]
-        tables.append(table)
-    return tables
-
-
-@lru_cache(64)
-def _square(exponent: int) -> int:
-    """Return x^(8 · 2^exponent)."""
-    return _product(_square(exponent - 1), _square(exponent - 1)) if exponent else X8
-
-
-def _product(a: int, b: int) -> int:
-    """Return a · b modulo the polynomial."""
-    product = 0
-    while a:
-        if a & ONE:
-            product ^= b
-        a = (a << 1) & 0xFFFFFFFF
-        b = _times_x(b)
-    return product
-
-
-def _times_x(a: int) -> int:
-    return (a >> 1) ^ (POLYNOMIAL if a & 1 else 0)
-
 
 # ---- Chains: files of JSON objects, one per line, each with the SHA-256 of the line before it
 #
@@ -309,6 +237,14 @@ class Pieces:
     def missing(self) -> Iterator[tuple[int, int]]:
         """Yield the start and the size of each piece that has not passed by as a whole."""
         return (place for place in cut(self._nbytes, PIECE) if place[0] // PIECE not in self._digests)
+
+    def done(self) -> dict[int, str]:
+        """Return the digests of the pieces that have passed by as a whole."""
+        return {number: value.hex() for number, value in [*self._digests.items()]}
+
+    def take(self, done: Mapping[str, str]) -> None:
+        """Take the digests of pieces that passed by elsewhere."""
+        self._digests.update({int(number): bytes.fromhex(value) for number, value in done.items()})
 
     def digest(self) -> str:
         """Return the digest, once nothing is missing."""

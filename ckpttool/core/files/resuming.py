@@ -13,17 +13,21 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import time
 import zlib
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import itemgetter
 from typing import Any, BinaryIO
 
-from ...errors import OutputExists, Unreadable
+from ...errors import Damaged, OutputExists, Unreadable
 from .. import system
+from .crc import Row, Rows, joined, rows_in
 
 # Name endings: of a file or folder being written, and of a replaced folder.
 TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
@@ -183,46 +187,69 @@ LEAST = 1 << 20  # bytes for which it is worth keeping what was written
 
 
 class Written:
-    """The stretches of a file that are on the disk."""
+    """What is on the disk of a file that is being written, and what of it this process is to write."""
 
-    def __init__(self, attempt: Attempt, file: BinaryIO, stretches: list[tuple[int, int]]) -> None:
-        self._attempt, self.file = attempt, file
-        self.computed = attempt.computed
-        self._starts = [start for start, _ in stretches]
-        self._stops = [stop for _, stop in stretches]
+    def __init__(
+        self,
+        attempt: Attempt,
+        file: BinaryIO,
+        before: Rows,
+        window: range | None = None,
+        *,
+        has_rest: bool = True,
+    ) -> None:
+        """Note what is there.
 
-    def covers(self, position: int, nbytes: int) -> bool:
-        """Return whether all of a stretch was written by an earlier attempt, or by this one."""
-        number = bisect_right(self._starts, position) - 1
-        return number >= 0 and position + nbytes <= self._stops[number]
+        Args:
+            attempt: what the file is of.
+            file: the file.
+            before: what an earlier attempt, or other parts, have written.
+            window: where the blocks begin that this process writes; None for all.
+            has_rest: it also writes all that is not copied: headers, small pieces.
+        """
+        self._attempt, self.file, self._before = attempt, file, before
+        self._window, self.has_rest, self.computed = window, has_rest, attempt.computed
+        self._new: Rows = defaultdict(list)
 
-    def add(self, position: int, nbytes: int) -> None:
-        """Note a stretch that was written."""
-        stop = position + nbytes
-        at = bisect_right(self._starts, position)
-        if at and self._stops[at - 1] >= position:
-            at -= 1
-            position, stop = self._starts[at], max(stop, self._stops[at])
-            del self._starts[at], self._stops[at]
-        while at < len(self._starts) and self._starts[at] <= stop:
-            stop = max(stop, self._stops[at])
-            del self._starts[at], self._stops[at]
-        self._starts.insert(at, position)
-        self._stops.insert(at, stop)
-        self._attempt.count(nbytes)
+    def rows_of(self, place: int) -> list[Row]:
+        """Return what was written before of the copy at a place, in order."""
+        return self._before.get(place, [])
+
+    def owns(self, position: int) -> bool:
+        """Return whether a block that begins there is to be written by this process."""
+        return self._window is None or position in self._window
+
+    def missing(self, position: int) -> Exception:
+        """Return the error for a block that should be there."""
+        what, folder = (
+            f"lacks the bytes from {position}, which no part has written",
+            os.path.dirname(self._attempt.place),
+        )
+        return Unreadable(self._attempt.place, what, hint=f"begin again: rm -r {shlex.quote(folder)}")
+
+    def has(self, place: int, position: int, nbytes: int) -> bool:
+        """Return whether all of a stretch of the copy at `place` was written before."""
+        rows = self._before.get(place)
+        if not rows or (number := bisect_right(rows, position, key=itemgetter(0)) - 1) < 0:
+            return False
+        return position + nbytes <= sum(rows[number][:2])
+
+    def add(self, place: int, row: Row) -> None:
+        """Note bytes of the copy at `place` that were written."""
+        rows = self._new[place]
+        if rows and sum(rows[-1][:2]) == row[0]:
+            rows[-1:] = joined([rows[-1], row])
+        else:
+            rows.append(row)
+        self._attempt.count(row[1])
 
     @property
-    def stretches(self) -> list[tuple[int, int]]:
-        return list(zip(self._starts, self._stops, strict=True))
-
-
-def _sorted_stretches(listed: object, size: int) -> list[tuple[int, int]]:
-    """Return the stretches of a file that a record lists; none if it makes no sense."""
-    if not isinstance(listed, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in listed):
-        return []
-    ends = [end for pair in listed for end in pair]
-    is_ordered = all(type(end) is int for end in ends) and ends == sorted(ends) and (not ends or ends[0] >= 0)
-    return [(start, stop) for start, stop in listed if stop <= size] if is_ordered else []
+    def rows(self) -> Rows:
+        """All that is written, by copy."""
+        return {
+            place: joined([*self.rows_of(place), *self._new.get(place, ())])
+            for place in {*self._before, *self._new}
+        }
 
 
 class Attempt:
@@ -240,19 +267,29 @@ class Attempt:
         folder = os.path.join(os.path.dirname(target), f".{begin_of(target)}")
         self.place, self._record = folder + PART, folder + RECORD
         self._plan, self.computed = plan, computed
-        self._before = self._read() if resume else {}
-        self.is_resumed = bool(self._before)
+        self._begin(self._read() if resume else {})
         self._is_claimed = False
+
+    def _begin(self, before: dict[str, Any]) -> None:
+        """Go on with what a record says, if anything."""
+        self._before = before.get("files", {})
+        self.seen = before.get("seen", {})
+        self.is_resumed = bool(self._before)
+        self._watched: Callable[[], object] = lambda: self.seen
         self._files: dict[str, Written] = {}
         self._unnoted, self._noted = 0, time.monotonic()
 
     def _read(self) -> dict[str, Any]:
-        """Return the files that the record lists; none where it is of another plan, or makes no sense."""
+        """Return the record; an empty one where it is of another plan, or makes no sense."""
         with contextlib.suppress(OSError, ValueError, TypeError), open(self._record, "rb") as file:
             record = json.loads(file.read())
             if isinstance(record, dict) and record.get("plan") == self._plan:
-                return record["files"] if isinstance(record.get("files"), dict) else {}
+                return record if isinstance(record.get("files"), dict) else {}
         return {}
+
+    def watch(self, seen: Callable[[], object]) -> None:
+        """Have the record say also what `seen` returns: the sums of what was read."""
+        self._watched = seen
 
     def claim_file(self, mode: int) -> tuple[int, str] | None:
         """Return a descriptor of the part, which locks it, and its path; None if another process has it.
@@ -309,9 +346,8 @@ class Attempt:
             return None
         name = os.path.basename(file.name) if isinstance(file.name, str) else ""
         size = os.fstat(file.fileno()).st_size
-        written = Written(self, file, _sorted_stretches(self._before.get(name), size))
-        self._files[name] = written
-        return written
+        self._files[name] = Written(self, file, rows_in(self._before.get(name), size))
+        return self._files[name]
 
     def count(self, nbytes: int) -> None:
         """Update the record from time to time."""
@@ -321,33 +357,37 @@ class Attempt:
 
     def note(self) -> None:
         """Record what is on the disk, once it is there."""
+        new = f"{self._record}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        self._note(new)
+
+    def _note(self, new: str, **facts: object) -> None:
         files = {**self._before}
         for name, written in self._files.items():
             if not written.file.closed:
                 system.sync_data(written.file.fileno())
-            else:  # of a folder
-                with open(os.path.join(self.place, name), "r+b") as file:
+            else:  # of a folder, or of a part
+                with open(os.path.join(self.place, name) if name else self.place, "r+b") as file:
                     system.sync_data(file.fileno())
-            files[name] = written.stretches
-        new = f"{self._record}.new"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
-        with open(new, "xb") as file:
-            file.write(json.dumps({"plan": self._plan, "files": files}).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        system.replace(new, self._record)
+            files[name] = written.rows
+        record = {"plan": self._plan, "files": files, "seen": self._watched(), **facts}
+        write_record(new, self._record, record)
         self._unnoted, self._noted = 0, time.monotonic()
 
     def give_up(self, error: BaseException) -> None:
         """End a failed attempt: keep what can be resumed, and note its place in the error."""
-        nbytes = sum(stop - start for written in self._files.values() for start, stop in written.stretches)
+        written = (rows for each in self._files.values() for rows in each.rows.values())
+        nbytes = sum(size for rows in written for _, size, _ in rows)
         # After a signal, a fault of network or disk, or where another process took the place, the bytes
         # written before are right. After Damaged they may be wrong.
         is_right = not isinstance(error, Exception) or isinstance(error, Unreadable | OSError | OutputExists)
         if is_right and nbytes >= LEAST:
-            with contextlib.suppress(OSError):  # a full disk: the last record stands
-                self.note()
+            try:
+                with contextlib.suppress(OSError):  # a full disk: the last record stands
+                    self.note()
+            except Damaged:  # what was read before the error had another checksum
+                self.forget()
             if os.path.exists(self._record):
                 error.kept_at = self.place  # type: ignore[attr-defined]
                 return
@@ -366,3 +406,17 @@ class Attempt:
                 os.unlink(path)
         with contextlib.suppress(OSError):
             system.sync_folder(os.path.dirname(self.place) or ".")
+
+
+def write_record(new: str, path: str, record: object, *, exclusive: bool = False) -> None:
+    """Write a record, which others find whole or not at all, by way of a new file."""
+    with open(new, "xb") as file:
+        file.write(json.dumps(record).encode())
+        file.flush()
+        if not exclusive:
+            system.put(file, new, path)
+            return
+        with contextlib.suppress(FileExistsError):
+            system.put(file, new, path, exclusive=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)

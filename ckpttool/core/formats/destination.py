@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,6 +18,7 @@ from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.optimizer_view import OptimizerView
 from ..checkpoint.state import State
 from ..files import digest
+from ..files.parts import Part
 from ..files.threads import Progress
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..inert_pickle.values import walk
@@ -153,6 +154,8 @@ class SaveOptions:
     device: str | None = None
     progress: Progress | None = None
     expect: Progress | None = None
+    part: Part | str | None = None
+    words: Sequence[str] = ()
     resume: bool = False
     recipe: str = ""
     time: int | None = None
@@ -226,6 +229,8 @@ class Saved:
         shards: how many files of a folder hold the tensors; 0 for a single file, and for a DCP not yet
             written.
         given_back: names in a replaced folder of what another process put into the old one meanwhile.
+        part: which part of the output was written, `3/16`; None where the output is whole.
+        waiting: the numbers of the parts that are not written yet; none where another process finishes.
         not_removed: paths of what could not be removed of a replaced folder, each with the reason.
     """
 
@@ -246,6 +251,8 @@ class Saved:
         "put into the folder by another process meanwhile, and kept", if_any=True
     )
     not_removed: tuple[str, ...] = noted("could not be removed", if_any=True)
+    part: str | None = field(default=None, metadata={"if_any": True})
+    waiting: tuple[int, ...] = field(default=(), metadata={"if_any": True})
 
     @property
     def why_left_out(self) -> str:

@@ -6,11 +6,13 @@ import glob
 import os
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, BinaryIO
 
-from ...errors import Damaged, Refused
+from ... import __version__
+from ...errors import Damaged, NothingToDo, Refused, UsageFault
 from ...rooms import need
 from .. import system
 from ..checkpoint import full
@@ -19,6 +21,7 @@ from ..checkpoint.checksums import Checksums, each_once, reads_of, require_made
 from ..checkpoint.module_tree import declares_packing
 from ..checkpoint.special_tensors import require_plain
 from ..files.copying import DryOutput, Output, Planned
+from ..files.parts import Part, Parts
 from ..files.resuming import Attempt
 from ..files.threads import Progress
 from ..inert_pickle.values import OrderedDict_
@@ -27,6 +30,7 @@ from ..remote import urls
 from ..remote.places import versions
 from ..remote.store import TRAFFIC
 from ..tensors.ref import DTYPES, Computed, Source, Storage, TensorRef
+from ..words import first_few
 from . import destination, folders, safetensors, shards
 from .output import OutputPlace
 from .pytorch import zip as torch_zip
@@ -109,9 +113,10 @@ class SavePlan:
 
     def carried_out(self, verify: bool | None, dry_run: bool) -> destination.Saved:
         """Write, and compare what was read and written before it takes its place."""
-        progress = self.options.progress
         require_made(self.used)
         is_compared = not dry_run if verify is None else verify
+        if isinstance(part := self.options.part, Part) and not dry_run:
+            return self._in_parts(part, is_compared, values=bool(verify))
         is_announced = self.format in (shards.SAFETENSORS, shards.TORCH)  # as they are written
         if not (dry_run or is_announced or all(source.is_local for source in self.sources)):
             urls.expect((storage for _, storage in self.storages), as_they_lie=True)
@@ -119,40 +124,109 @@ class SavePlan:
             if dry_run:
                 checksums.finish()
                 return self.dry_run()
+            attempt = self._attempt(checksums)
+            if attempt:
+                checksums.take(attempt.seen)
+                attempt.watch(checksums.seen)
+            return self._written(checksums, attempt, values=bool(verify))
 
-            def check(written: Checkpoint) -> None:
-                checksums.finish()
-                self.compare(written, values=bool(verify), progress=progress)
+    def _written(self, checksums: Checksums, attempt: Attempt | None, *, values: bool) -> destination.Saved:
+        """Write the output, and compare all before it takes its place."""
 
-            attempt = self._attempt(computed=bool(self.options.recipe) and not checksums.compares)
+        def check(written: Checkpoint) -> None:
+            checksums.finish()
+            self.compare(written, values=values, progress=self.options.progress)
 
-            def opened(file: BinaryIO) -> Output:
-                written = attempt.written(file) if attempt else None
-                return Output(file, progress, written, checksums.in_a_row)
+        def opened(file: BinaryIO) -> Output:
+            return self._opened(file, attempt, checksums)
 
-            return self.write(opened, check, attempt)
+        return self.write(opened, check, attempt)
 
-    def _attempt(self, *, computed: bool) -> Attempt | None:
+    def _opened(self, file: BinaryIO, attempt: Attempt | None, checksums: Checksums) -> Output:
+        written = attempt.written(file) if attempt else None
+        announce = urls.expect_ranges if isinstance(attempt, Parts) else None
+        return Output(file, self.options.progress, written, checksums.in_a_row, announce)
+
+    def _planned(self, checksums: Checksums, opened: object) -> tuple[str, dict[str, int]]:
+        """Return the hash of all that makes the output, and the sizes of its files by name."""
+        plan, sizes = Planned((self.options.recipe, opened, checksums.in_a_row)), dict[str, int]()
+        if self.format not in folders.NAMES:
+            self._write(plan)
+            return plan.hash.hexdigest(), {"": plan.position}
+        cut, index = self._shards()
+        for name, tensors in cut.items():
+            plan.position = 0
+            self._write_shard(name, tensors, plan)
+            sizes[name] = plan.position
+        plan.write(index.encode())
+        return plan.hash.hexdigest(), sizes
+
+    def _attempt(self, checksums: Checksums) -> Attempt | None:
         """Return what keeps an interrupted output of remote files; None for any other."""
         sources, resume = self.sources, self.options.resume
         if self.place.is_uploaded or self.path == "-" or self.format == folders.DCP:
             return None  # what is uploaded is kept nowhere
         if all(source.is_local for source in sources) or not all(source.version[1] for source in sources):
             return None  # who could tell whether it has changed since?
-        opened = sorted({*versions(), *(repr(source.version) for source in sources)})
-        plan = Planned((self.options.recipe, opened))
-        if self.format in folders.NAMES:
-            cut, index = self._shards()
-            for name, tensors in cut.items():
-                self._write_shard(name, tensors, plan)
-            plan.write(index.encode())
-        else:
-            self._write(plan)
-        attempt = Attempt(system.real(self.path), plan.hash.hexdigest(), resume=resume, computed=computed)
+        plan, _ = self._planned(checksums, sorted({*versions(), *(repr(each.version) for each in sources)}))
+        computed = bool(self.options.recipe)
+        attempt = Attempt(system.real(self.path), plan, resume=resume, computed=computed)
         if resume:
             begun = "begun from the start, as no earlier attempt of the same plan is here"
             TRAFFIC.remark(f"{self.path}: {'gone on with' if attempt.is_resumed else begun}")
         return attempt
+
+    def _in_parts(self, part: Part, is_compared: bool, *, values: bool) -> destination.Saved:
+        """Write a part; put all in place if it is the last."""
+        self._require_divisible()
+        with Checksums(self.checkpoint, self.used if is_compared else ()) as checksums:
+            opened = {source.path: source.shared_version for source in self.sources}
+            plan, sizes = self._planned(checksums, sorted(opened.values(), key=repr))
+            facts: dict[str, object] = {"version of ckpttool": __version__, "command": self.options.recipe}
+            facts |= {f"input {path}": repr(version) for path, version in sorted(opened.items())}
+            parts = Parts(self.path, part, {**facts, "plan": plan}, sizes, self.options.words)
+            parts.require_place(force=self.place.force)
+            checksums.take(parts.seen)
+            if not parts.is_written:
+                parts.watch(checksums.seen)
+                with parts.unless_finished():
+                    self._write_part(parts, checksums)
+                    parts.note(done=True)
+            if parts.is_finished:
+                return self._saved(parts.nbytes, part=str(part))
+            waiting = parts.waiting()
+            if waiting and not part.number:
+                listed = first_few([f"{number}/{parts.part.count}" for number in waiting])
+                what = f"{self.path}: lacks part {listed}"
+                raise NothingToDo(what, hint=f"run its command with --part {waiting[0]}/{parts.part.count}")
+            with parts.finishing() if not waiting else nullcontext(False) as is_mine:
+                if not is_mine:
+                    return self._saved(parts.nbytes, part=str(parts.part), waiting=tuple(waiting))
+                for seen in parts.sums:
+                    checksums.take(seen)
+                return self._written(checksums, parts, values=values)
+
+    def _require_divisible(self) -> None:
+        """Refuse what parts on several machines can't read or write alike."""
+        reason = ""
+        if self.format == folders.DCP:
+            reason = "is written by torch's library, as a whole"
+        elif any(source.path == "-" for source in self.sources):
+            reason = "would be made of stdin, which only one part can read"
+        elif not all(source.version[1] for source in self.sources):
+            reason = "would be made of objects without a version, which may change between two parts"
+        if reason:
+            raise UsageFault(f"{self.path}: {reason}", hint="leave out --part")
+
+    def _write_part(self, parts: Parts, checksums: Checksums) -> None:
+        def opened(file: BinaryIO) -> Output:
+            return self._opened(file, parts, checksums)
+
+        if self.format in folders.NAMES:
+            shards.write_files(parts.place, self._shards()[0], self._write_shard, opened)
+            return
+        with open(parts.place, "r+b") as file, opened(file) as out:
+            self._write(out)
 
     def dry_run(self) -> destination.Saved:
         """Return what `write` would, of DCP the bytes of the values alone, and raise what it would."""
@@ -352,6 +426,8 @@ def save(
         progress: called with the number of bytes after each piece, also of values that are read back.
         expect: called first, with about the number of bytes that progress will come to; again before an
             upload, with those that are sent.
+        part: write only this part of the output; whoever writes the last one puts all in place. `recipe` has
+            to tell computed values from those of another call.
         resume: go on with an output of remote files whose writing was interrupted, if it is of the same plan:
             the same versions of the same objects, and the same call.
         recipe: what tells computed values (a cast, a mean) from those of another call. Without it, and where
@@ -383,7 +459,12 @@ def save(
         checkpoint = _in_memory(checkpoint)
     require_checkpoint("save", checkpoint)
     options = destination.SaveOptions(**more)
+    if isinstance(options.part, str):
+        options = replace(options, part=Part.parse(options.part))
     named = OutputPlace.at(path, force, options.needed, checkpoint)
+    if options.part and (named.path == "-" or urls.is_url(named.path)):
+        what = f"{named.path}: is no place where parts can meet"
+        raise UsageFault(what, hint="name a file or a folder that all of them see, or leave out --part")
     with named.local(dry_run, options.progress, options.expect) as place:
         target = destination.destination(place.path, checkpoint, to, full=full)
         destination.require_sense(target, state, full, shard_size, options)

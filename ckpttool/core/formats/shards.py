@@ -341,19 +341,27 @@ def index_text(cut: Cut, metadata: Mapping[str, object]) -> str:
 
 def write(folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, opened: Opened) -> None:
     """Write shards and their index into a folder."""
+    write_files(folder, cut, write_shard, opened)
+    with writing_into(join(folder, "".join(STEMS[kind]) + INDEX)) as file:
+        file.write(text.encode())
+
+
+def write_files(folder: str, cut: Cut, write_shard: WriteShard, opened: Opened) -> None:
+    """Write shards into a folder."""
     names = [*cut]
     for first in range(0, len(names), TOGETHER):
         group = names[first : first + TOGETHER]
-        urls.expect((tensor.storage for name in group for tensor in cut[name].values()), as_they_lie=True)
         with contextlib.ExitStack() as stack:
             outputs = []
             for name in group:
                 file = stack.enter_context(writing_into(join(folder, name)))
                 outputs.append(stack.enter_context(opened(file)))
-                write_shard(name, cut[name], outputs[-1])
+            if outputs and not outputs[0].announce:
+                storages = (tensor.storage for name in group for tensor in cut[name].values())
+                urls.expect(storages, as_they_lie=True)
+            for name, output in zip(group, outputs, strict=True):
+                write_shard(name, cut[name], output)
             settle_together(outputs)
-    with writing_into(join(folder, "".join(STEMS[kind]) + INDEX)) as file:
-        file.write(text.encode())
 
 
 # ---- A file that is one of several of a model, recognised by its name and its neighbours.

@@ -169,6 +169,10 @@ class RemoteSource(Source):
         return without_query(self._url), "" if identity.startswith(DATED) else identity, self._facts.size
 
     @property
+    def shared_version(self) -> tuple[object, ...]:
+        return self.version
+
+    @property
     def identity(self) -> tuple[object, object]:
         """A key that two sources share exactly when they are the same version of one object."""
         return self._url, self._facts.identity

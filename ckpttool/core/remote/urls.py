@@ -202,6 +202,11 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
         line.add(waiting[place.source], place.offset, place.offset + place.nbytes)
 
 
+def expect_ranges(ranges: Iterable[ByteRange]) -> None:
+    """Announce ranges of remote objects, which are read in the order of their places."""
+    expect((Storage(data, "UntypedStorage") for data in ranges), as_they_lie=True)
+
+
 def _places(storage: Storage, seen: set[int]) -> list[ByteRange]:
     """Return where the bytes of a storage are read; a checksum needs all that a part is taken from."""
     if id(storage) in seen:

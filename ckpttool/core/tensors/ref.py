@@ -162,6 +162,11 @@ class Source:
         return (*self.identity, facts.st_size, facts.st_mtime_ns)
 
     @property
+    def shared_version(self) -> tuple[object, ...]:
+        """A key that differs whenever the bytes do, and is the same on all machines that share the file."""
+        return self.place, *self.version[-2:]
+
+    @property
     def identity(self) -> tuple[object, object]:
         """A key that two sources share exactly when they are the same file: device and inode."""
         if self._replaced:

@@ -23,7 +23,7 @@ from ckpttool.core import system
 from ckpttool.core.files import copying
 from ckpttool.core.files import threads as threads_module
 from ckpttool.core.files.copying import Output
-from ckpttool.core.files.digest import combined, crc32
+from ckpttool.core.files.crc import combined, crc32
 from ckpttool.core.files.threads import NAME, Workers, cut, in_order, map_pieces
 from ckpttool.core.tensors.ref import ByteRange, Source
 from ckpttool.errors import Damaged

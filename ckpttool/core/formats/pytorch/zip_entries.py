@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ....errors import Damaged, Refused, Unsupported
 from ...files.commit import Spool
-from ...files.digest import crc32_of
+from ...files.crc import crc32_of
 from ...files.threads import BUFFER
 from ...tensors.ref import ByteRange, Source
 from .zip_writer import (

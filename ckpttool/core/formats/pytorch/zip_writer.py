@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...files.copying import BLOCK, MOST_PIECES, Output, is_tiny
-from ...files.digest import crc32
+from ...files.crc import crc32
 from ...tensors.ref import ByteRange, Storage
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")

@@ -1,0 +1,92 @@
+"""A conversion as a plan that is divided into parts, in Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CkptToolError, UsageFault
+
+Result = dict[str, Any]  # what a command prints with --json
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """One part of a plan: small, and it pickles, so any pool of processes or machines can write it."""
+
+    command: tuple[str, ...]
+    part: str
+
+    def write(self) -> Result:
+        """Write this part in a process of its own; return what the command says with `--json`.
+
+        Whoever writes the last part puts the output in place. Raises CkptToolError with the command's words.
+        """
+        return _run([*self.command, "--part", self.part])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A command of ckpttool that is carried out in parts, on one machine or many that share a folder."""
+
+    command: tuple[str, ...]
+
+    def parts(self, count: int) -> list[PlannedPart]:
+        """Return `count` parts. Raises UsageFault for less than one."""
+        if count < 1:
+            raise UsageFault(f"{count} parts: at least one is needed")
+        return [PlannedPart(self.command, f"{number}/{count}") for number in range(1, count + 1)]
+
+    def finish(self, results: Iterable[Result] = ()) -> Result:
+        """Return the result of the whole; put the output in place first, unless the last part did.
+
+        Args:
+            results: what the parts have returned.
+
+        Raises:
+            CkptToolError: a part is missing; the output can't be put in place.
+        """
+        whole = next((result for result in results if "part" not in result), None)
+        return whole or _run([*self.command, "--part", "finish"])
+
+
+def plan(command: str, *paths: str, **settings: Any) -> Plan:
+    """Return the plan of a command that writes one output.
+
+    Args:
+        command: its name, `strip-prefix`.
+        paths: its inputs, and the output.
+        settings: its flags: `dtype="bf16"` is `--dtype bf16`, `force=True` is `--force`; a list repeats one.
+
+    Example:
+        >>> plan = ckpttool.plan("strip-prefix", "last.pt", "model.safetensors")
+        >>> results = [part.write() for part in plan.parts(2)]
+        >>> plan.finish(results)["output"]
+        'model.safetensors'
+    """
+    words = [command, *map(str, paths)]
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [flag] if each is True else [] if each in (None, False) else [flag, str(each)]
+    return Plan(tuple(words))
+
+
+def _run(words: list[str]) -> Result:
+    """Run a command in a process of its own, as it stops at signals and counts its own requests."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "ckpttool", *words, "--json"], capture_output=True, check=False
+    )
+    try:
+        said = json.loads(ran.stdout)
+    except ValueError:
+        lines = ran.stderr.decode(errors="replace").strip().splitlines()
+        raise CkptToolError(lines[-1] if lines else f"ended with exit code {ran.returncode}") from None
+    if fault := said.get("error"):
+        raise CkptToolError(fault["message"], hint=fault.get("hint"))
+    result: Result = said
+    return result

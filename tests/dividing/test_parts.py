@@ -1,0 +1,442 @@
+"""Outputs that several processes write: the bytes of one process, and nothing before all is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.core.files import copying, parts
+from tests.support.range_server import RangeServer
+from tests.support.running import Cli, assert_says
+
+Write = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files of some kilobytes consist of many blocks."""
+    monkeypatch.setattr(copying, "BUFFER", 1 << 12)
+    monkeypatch.setattr(copying, "SMALL", 1 << 10)
+    monkeypatch.setattr(copying, "TINY", 1 << 8)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with inputs of every command that writes one output."""
+    folder = tmp_path_factory.mktemp("inputs")
+    torch.manual_seed(0)
+    state = {f"module.{number}.weight": torch.randn(64, 64 + number) for number in range(5)}
+    state |= {
+        "module.tiny": torch.ones(3),
+        "module.none": torch.ones(0),
+        "module.half": torch.randn(999).half(),
+    }
+    state["module.view"] = state["module.0.weight"].t()[3:7]
+    state["module.tied"] = state["module.1.weight"]
+    torch.save({"state_dict": state, "epoch": 3, "other": torch.randn(5000)}, folder / "in.pt")
+    torch.save(state, folder / "old.pt", _use_new_zipfile_serialization=False)
+    plain = {name.removeprefix("module."): tensor.contiguous().clone() for name, tensor in state.items()}
+    save_file(plain, folder / "plain.safetensors")
+    save_file({name: tensor + 1 for name, tensor in plain.items()}, folder / "other.safetensors")
+    ckpttool.convert(folder / "plain.safetensors", f"{folder}/shards/", shard_size=30_000)
+    ckpttool.delta(folder / "plain.safetensors", folder / "other.safetensors", folder / "d.safetensors")
+    with ckpttool.open(folder / "plain.safetensors") as checkpoint:
+        ckpttool.split(checkpoint, folder / "ranks", 3)
+    (folder / "adapter").mkdir()
+    of_peft = "base_model.model.0.lora_{}.weight"
+    factors = {of_peft.format("A"): torch.randn(4, 64), of_peft.format("B"): torch.randn(64, 4)}
+    save_file(factors, folder / "adapter" / "adapter_model.safetensors")
+    config = {"r": 4, "lora_alpha": 8, "peft_type": "LORA", "target_modules": ["0"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+JOBS = {
+    "strip-prefix": "strip-prefix in.pt out.safetensors",
+    "strip-prefix to .pt": "strip-prefix in.pt out.pt",
+    "legacy": "strip-prefix old.pt out.safetensors",
+    "add-prefix": "add-prefix plain.safetensors out.safetensors",
+    "rename-keys": "rename-keys in.pt out.pt --map module=model",
+    "cast": "convert in.pt out.safetensors --dtype bf16",
+    "cast to .pt": "convert in.pt out.pt --dtype fp16",
+    "shards": "convert in.pt out/ --shard-size 20KB",
+    "torch shards": "convert in.pt out/ --shard-size 20KB --to torch-sharded",
+    "from shards": "convert shards out.safetensors",
+    "full": "convert in.pt out.safetensors --full",
+    "fp8": "convert plain.safetensors out.safetensors --quantize fp8",
+    "merge shards": "merge shards out.safetensors",
+    "merge ranks": "merge ranks out.safetensors",
+    "merge ranks, cast": "merge ranks out.pt --dtype bf16",
+    "merge-lora": "merge-lora plain.safetensors adapter out.safetensors",
+    "average": "average plain.safetensors other.safetensors out.safetensors",
+    "ties": "average plain.safetensors other.safetensors out.pt --method ties --base plain.safetensors",
+    "apply": "apply plain.safetensors d.safetensors out.safetensors",
+    "conform": "conform in.pt out.safetensors --like plain.safetensors",
+    "slim": "slim in.pt out.pt",
+}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Return the bytes of an output's files by name; nothing may lie beside it."""
+    files = sorted(path.rglob("*"))
+    return {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
+
+
+@pytest.fixture
+def folders(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """Return folders for the output of one process and of parts, from both of which the inputs are seen."""
+    both = tmp_path / "one", tmp_path / "parts"
+    for each in both:
+        each.mkdir()
+    monkeypatch.chdir(inputs)
+    yield both
+
+
+def run(cli: Cli, words: str, folder: Path, *more: str) -> Any:
+    """Run a command whose output, which begins with `out`, goes into a folder."""
+    return cli(*(f"{folder}/{word}" if word.startswith("out") else word for word in words.split()), *more)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("words", JOBS.values(), ids=JOBS)
+def test_the_bytes_are_those_of_one_process(
+    words: str, count: int, folders: tuple[Path, Path], cli: Cli
+) -> None:
+    alone, divided = folders
+    assert run(cli, words, alone).code == 0
+    for number in random.Random(count).sample(range(1, count + 1), count):
+        assert not [name for name in os.listdir(divided) if name.startswith("out")]
+        ran = run(cli, words, divided, "--part", f"{number}/{count}", "--json")
+        assert ran.code == 0, ran
+    assert "part" not in ran.json and ran.json["bytes"] > 0
+    assert contents(divided) == contents(alone)
+
+
+TYPES = [torch.float32, torch.float16, torch.bool, torch.int64, torch.float64]
+STATES = st.lists(st.tuples(st.sampled_from(TYPES), st.lists(st.integers(0, 40), max_size=3)), max_size=8)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(
+    shapes=STATES,
+    count=st.sampled_from([1, 2, 3, 7, 50]),
+    out=st.sampled_from(["o.pt", "o.safetensors", "o/"]),
+)
+def test_any_checkpoint_in_any_number_of_parts(
+    shapes: list[tuple[torch.dtype, list[int]]], count: int, out: str, tmp_path_factory: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    state = {f"t{n}": torch.ones(shape, dtype=dtype) * n for n, (dtype, shape) in enumerate(shapes)}
+    torch.save(state, folder / "in.pt")
+    for name in ("one", "parts"):
+        (folder / name).mkdir()
+    given: dict[str, Any] = {"shard_size": 3000} if out == "o/" else {}
+    with ckpttool.open(folder / "in.pt") as checkpoint:
+        ckpttool.save(checkpoint, f"{folder}/one/{out}", **given)
+        for number in range(count, 0, -1):
+            ckpttool.save(checkpoint, f"{folder}/parts/{out}", part=f"{number}/{count}", **given)
+    assert contents(folder / "parts") == contents(folder / "one")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "4", "1/0", "-1/4", "1/4/2", "a/b", "1/9999999", ""])
+def test_what_is_no_part_is_refused(part: str, folders: tuple[Path, Path], cli: Cli) -> None:
+    ran = run(cli, JOBS["strip-prefix"], folders[1], "--part", part)
+    assert_says(ran, 2, f"'{part}' is not a part", "--part 3/16")
+    assert os.listdir(folders[1]) == []
+
+
+OTHERS = {
+    "another number of parts": ("strip-prefix in.pt out.safetensors --part 2/3", "number of parts"),
+    "another command": ("convert in.pt out.safetensors --part 2/2", "command"),
+    "another flag": ("strip-prefix in.pt out.safetensors --drop module.tiny --part 2/2", "command"),
+    "another input": ("strip-prefix old.pt out.safetensors --part 2/2", "command"),
+}
+
+
+@pytest.mark.parametrize(("words", "what"), OTHERS.values(), ids=OTHERS)
+def test_a_part_of_another_plan_is_refused(
+    words: str, what: str, folders: tuple[Path, Path], cli: Cli
+) -> None:
+    first = "strip-prefix in.pt out.safetensors"
+    assert run(cli, first, folders[1], "--part", "1/2").code == 0
+    ran = run(cli, words, folders[1])
+    assert_says(ran, 2, "is being written in parts of another plan", f"the {what} differs", "rm -r")
+    assert run(cli, first, folders[1], "--part", "2/2").code == 0
+
+
+def test_an_input_that_changed_between_two_parts_is_named(tmp_path: Path, cli: Cli) -> None:
+    source, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    torch.save({"module.w": torch.ones(5000)}, source)
+    assert cli("strip-prefix", source, out, "--part", "1/2").code == 0
+    torch.save({"module.w": torch.zeros(5000)}, source)
+    assert_says(cli("strip-prefix", source, out, "--part", "2/2"), 2, f"input {source} differs")
+    assert not out.exists()
+
+
+def test_another_version_of_ckpttool_is_refused(
+    folders: tuple[Path, Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(cli, JOBS["cast"], folders[1], "--part", "1/2").code == 0
+    monkeypatch.setattr("ckpttool.core.formats.saving.__version__", "99")
+    assert_says(run(cli, JOBS["cast"], folders[1], "--part", "2/2"), 2, "version of ckpttool differs")
+
+
+PLACES = {
+    "stdout": ("strip-prefix in.pt - --part 1/2", "no place where parts can meet"),
+    "dcp": ("convert in.pt outdcp --to dcp --part 1/2", "written by torch's library"),
+    "a URL": ("strip-prefix in.pt s3://b/out.pt --part 1/2", "no place where parts can meet"),
+}
+
+
+@pytest.mark.parametrize(("words", "what"), PLACES.values(), ids=PLACES)
+def test_what_can_not_be_divided_is_refused(
+    words: str, what: str, folders: tuple[Path, Path], cli: Cli
+) -> None:
+    assert_says(run(cli, words, folders[1]), 2, what, "leave out --part")
+    assert os.listdir(folders[1]) == []
+
+
+def test_an_output_that_exists_is_replaced_with_force_alone(folders: tuple[Path, Path], cli: Cli) -> None:
+    alone, divided = folders
+    assert run(cli, JOBS["cast"], alone).code == 0
+    out = divided / "out.safetensors"
+    out.write_bytes(b"old")
+    assert_says(run(cli, JOBS["cast"], divided, "--part", "1/2"), 2, "already exists", "--force")
+    for number in (1, 2):
+        assert out.read_bytes() == b"old"
+        assert run(cli, JOBS["cast"], divided, "--part", f"{number}/2", "--force").code == 0
+    assert contents(divided) == contents(alone)
+
+
+def test_a_file_that_appears_before_the_last_part_stays(folders: tuple[Path, Path], cli: Cli) -> None:
+    assert run(cli, JOBS["cast"], folders[1], "--part", "1/2").code == 0
+    (folders[1] / "out.safetensors").write_bytes(b"theirs")
+    assert_says(run(cli, JOBS["cast"], folders[1], "--part", "2/2"), 2, "already exists")
+    assert (folders[1] / "out.safetensors").read_bytes() == b"theirs"
+
+
+# Damage
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_of_an_input_is_found_whichever_part_reads_it(
+    at: float, tmp_path: Path, cli: Cli
+) -> None:
+    """The tensor lies in all parts, so its checksum is compared where all sums come together."""
+    source, out = tmp_path / "in.pt", tmp_path / "out.safetensors"
+    torch.save({"module.w": torch.randn(50_000)}, source)
+    content = bytearray(source.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    source.write_bytes(content)
+    codes = [cli("strip-prefix", source, out, "--part", f"{n}/3").code for n in (1, 2)]
+    assert_says(cli("strip-prefix", source, out, "--part", "3/3"), 3, "do not match their checksum")
+    assert (codes, out.exists()) == ([0, 0], False)
+
+
+HARMS: dict[str, Callable[[Path], None]] = {
+    "no staged output": lambda there: (there / parts.STAGED).unlink(),
+    "a record cut short": lambda there: (there / "1-of-2.json").write_text('{"files"'),
+    "a record of nothing": lambda there: (there / "1-of-2.json").write_text('{"done": true, "files": {}}'),
+    "a plan that is none": lambda there: (there / parts.PLAN).write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_a_place_that_was_tampered_with_is_no_output(
+    harm: Callable[[Path], None], folders: tuple[Path, Path], cli: Cli
+) -> None:
+    assert run(cli, JOBS["cast"], folders[1], "--part", "1/2").code == 0
+    harm(Path(parts.folder_of(str(folders[1] / "out.safetensors"))))
+    ran = run(cli, JOBS["cast"], folders[1], "--part", "2/2")
+    assert ran.code in (2, 3) and "rm -r" in ran.err, ran
+    assert not (folders[1] / "out.safetensors").exists()
+
+
+# Parts that are written twice, late, or not at all
+
+
+def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], cli: Cli) -> None:
+    alone, divided = folders
+    out = divided / "out.pt"
+    assert run(cli, JOBS["cast to .pt"], alone).code == 0
+    assert_says(cli("finish", out), 2, "no part of it is here")
+    assert run(cli, JOBS["cast to .pt"], divided, "--part", "2/3").code == 0
+    assert_says(cli("finish", out), 1, "lacks part 1/3, 3/3", "--part 1/3")
+    assert run(cli, JOBS["cast to .pt"], divided, "--part", "1/3").code == 0
+    with pytest.MonkeyPatch.context() as patch:  # the last part ends before it can finish
+        patch.setattr(parts.Parts, "waiting", lambda _: [1])
+        assert run(cli, JOBS["cast to .pt"], divided, "--part", "3/3").code == 0
+    assert not out.exists()
+    assert cli("finish", out, "--json").json["output"] == str(out)
+    assert contents(divided) == contents(alone)
+
+
+def test_a_part_written_again_reads_nothing(folders: tuple[Path, Path], cli: Cli, tmp_path: Path) -> None:
+    alone, divided = folders
+    words = ["strip-prefix", "in.pt", divided / "out.pt", "--part"]
+    for part in ("1/2", "1/2"):
+        assert cli(*words, part).code == 0
+    record = Path(parts.folder_of(str(divided / "out.pt"))) / "1-of-2.json"
+    written = record.stat().st_mtime_ns
+    assert cli(*words, "1/2").code == 0 and record.stat().st_mtime_ns == written
+    assert cli(*words, "2/2").code == 0
+    assert run(cli, JOBS["strip-prefix to .pt"], alone).code == 0
+    assert contents(divided) == contents(alone)
+
+
+def started(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "ckpttool", *words]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **more)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """Return a checkpoint that takes a moment, and the bytes of its conversion by one process."""
+    folder = tmp_path_factory.mktemp("large")
+    state = {f"module.{number}": torch.randn(1_500_000) for number in range(8)}
+    torch.save(state, folder / "in.pt")
+    ckpttool.convert(folder / "in.pt", folder / "out.pt", dtype="bf16")
+    return folder / "in.pt", (folder / "out.pt").read_bytes()
+
+
+def assert_survives_kills(large: tuple[Path, bytes], out: Path, kills: int) -> None:
+    """Kill parts at random moments, two of each at once; then write what is missing."""
+    source, expected = large
+    chance = random.Random(kills)
+    for _ in range(kills):
+        numbers = [chance.randint(1, 3) for _ in range(2)]
+        words = ["convert", str(source), str(out), "--dtype", "bf16", "--part"]
+        running = [started([*words, f"{number}/3"]) for number in numbers]
+        for each in running:
+            time.sleep(chance.uniform(0.05, 0.35))
+            each.send_signal(signal.SIGKILL)
+            each.communicate()
+        if out.exists():
+            assert out.read_bytes() == expected
+            out.unlink()
+    for number in (1, 2, 3) if not out.exists() else ():
+        ran = started([*words, f"{number}/3"])
+        _, said = ran.communicate(timeout=60)
+        assert ran.returncode == 0, said
+    assert out.read_bytes() == expected
+    assert os.listdir(out.parent) == [out.name]
+
+
+def test_no_kill_damages_an_output(large: tuple[Path, bytes], tmp_path: Path) -> None:
+    assert_survives_kills(large, tmp_path / "out.pt", 8)
+
+
+@pytest.mark.long
+def test_no_kill_of_two_hundred_damages_an_output(large: tuple[Path, bytes], tmp_path: Path) -> None:
+    assert_survives_kills(large, tmp_path / "out.pt", 100)
+
+
+def test_parts_at_once_and_twice_make_one_output(large: tuple[Path, bytes], tmp_path: Path) -> None:
+    source, _ = large
+    words = ["convert", str(source), f"{tmp_path}/out.pt", "--dtype", "bf16", "--part"]
+    running = [started([*words, f"{number}/3"]) for number in (1, 2, 3, 1, 2, 3)]
+    said = [each.communicate(timeout=120)[1].decode() for each in running]
+    # One that comes after the end finds the output there.
+    failed = [err for each, err in zip(running, said, strict=True) if each.returncode]
+    assert all("already exists" in err for err in failed), failed
+    assert ckpttool.digest(tmp_path / "out.pt") == ckpttool.digest(source.parent / "out.pt")
+
+
+def test_a_full_disk_in_one_part_leaves_the_others(folders: tuple[Path, Path], cli: Cli) -> None:
+    alone, divided = folders
+    assert run(cli, JOBS["cast"], alone).code == 0
+    assert run(cli, JOBS["cast"], divided, "--part", "1/2").code == 0
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(copying.system, "pwrite", full)
+        assert_says(run(cli, JOBS["cast"], divided, "--part", "2/2"), 3, "no space left")
+    assert run(cli, JOBS["cast"], divided, "--part", "2/2").code == 0
+    assert contents(divided) == contents(alone)
+
+
+# Engines
+
+
+def test_torchrun_starts_the_parts(large: tuple[Path, bytes], tmp_path: Path) -> None:
+    source, _ = large
+    out = tmp_path / "out.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "ckpttool", "convert", str(source), str(out), "--dtype", "bf16"]
+    ran = subprocess.run(command, capture_output=True, timeout=120, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "wrote part" in ran.stdout
+    assert ckpttool.digest(out) == ckpttool.digest(source.parent / "out.pt")
+
+
+def _write(part: bytes) -> dict[str, Any]:
+    return pickle.loads(part).write()  # type: ignore[no-any-return]
+
+
+def test_a_pool_of_processes_writes_a_plan(large: tuple[Path, bytes], tmp_path: Path) -> None:
+    source, _ = large
+    out = tmp_path / "out.pt"
+    plan = ckpttool.plan("convert", str(source), str(out), dtype="bf16")
+    with ProcessPoolExecutor(2) as pool:
+        written = pool.map(_write, [pickle.dumps(part) for part in plan.parts(3)])
+        result = plan.finish(written)
+    assert result["output"] == str(out) and "part" not in result
+    assert ckpttool.digest(out) == ckpttool.digest(source.parent / "out.pt")
+    with pytest.raises(ckpttool.CkptToolError, match="already exists"):
+        plan.parts(1)[0].write()
+    with pytest.raises(ckpttool.CkptToolError, match="0 parts"):
+        plan.parts(0)
+
+
+REMOTE = {
+    "copied": "strip-prefix {}/in.pt out.safetensors",
+    "to .pt": "strip-prefix {}/in.pt out.pt",
+    "cast": "convert {}/in.pt out.pt --dtype bf16",
+    "merged": "merge {}/shards/model.safetensors.index.json out.safetensors",
+    "cut": "convert {}/in.pt out/ --shard-size 9MB",
+}
+
+
+@pytest.mark.parametrize("words", REMOTE.values(), ids=REMOTE)
+def test_a_part_asks_a_server_for_its_own_bytes_alone(
+    words: str,
+    large: tuple[Path, bytes],
+    folders: tuple[Path, Path],
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying, "BUFFER", 1 << 20)
+    there, size = large[0].parent, large[0].stat().st_size
+    if "shards" in words and not (there / "shards").exists():
+        ckpttool.convert(there / "in.pt", f"{there}/shards/", shard_size=9 << 20)
+    alone, divided = folders
+    with RangeServer(there) as server:
+        words = words.format(server.url)
+        assert run(cli, words, alone).code == 0
+        for number in (3, 1, 2):
+            ran = run(cli, words, divided, "--part", f"{number}/3", "--json")
+            assert ran.code == 0, ran
+            assert ran.json["bytes_read"] < 0.45 * size, number
+    assert contents(divided) == contents(alone)
