@@ -59,6 +59,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ckpttool.delta(folder / "plain.safetensors", folder / "other.safetensors", folder / "d.safetensors")
     with ckpttool.open(folder / "plain.safetensors") as checkpoint:
         ckpttool.split(checkpoint, folder / "ranks", 3)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.BatchNorm1d(50))
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.randn(8, 40)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "net.pt")
+    (folder / "net.py").write_text(NET)
     (folder / "adapter").mkdir()
     of_peft = "base_model.model.0.lora_{}.weight"
     factors = {of_peft.format("A"): torch.randn(4, 64), of_peft.format("B"): torch.randn(64, 4)}
@@ -67,6 +73,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
+
+NET = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50))
+"""
 
 JOBS = {
     "strip-prefix": "strip-prefix in.pt out.safetensors",
@@ -90,6 +103,8 @@ JOBS = {
     "apply": "apply plain.safetensors d.safetensors out.safetensors",
     "conform": "conform in.pt out.safetensors --like plain.safetensors",
     "slim": "slim in.pt out.pt",
+    "optimizer": "optimizer net.pt out.pt --to names --model net.py:net",
+    "convert-batchnorm": "convert-batchnorm net.pt out.pt --to sync",
 }
 
 
