@@ -104,7 +104,7 @@ JOBS = {
     "conform": "conform in.pt out.safetensors --like plain.safetensors",
     "slim": "slim in.pt out.pt",
     "optimizer": "optimizer net.pt out.pt --to names --model net.py:net",
-    "convert-batchnorm": "convert-batchnorm net.pt out.pt --to sync",
+    "convert-batchnorm": "convert-batchnorm net.pt net.pt out.pt --counts 4,4",
 }
 
 
