@@ -64,6 +64,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     net(torch.randn(8, 40)).sum().backward()
     optimizer.step()
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "net.pt")
+    net(torch.randn(8, 40))
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "net2.pt")
     (folder / "net.py").write_text(NET)
     (folder / "adapter").mkdir()
     of_peft = "base_model.model.0.lora_{}.weight"
@@ -104,7 +106,7 @@ JOBS = {
     "conform": "conform in.pt out.safetensors --like plain.safetensors",
     "slim": "slim in.pt out.pt",
     "optimizer": "optimizer net.pt out.pt --to names --model net.py:net",
-    "convert-batchnorm": "convert-batchnorm net.pt net.pt out.pt --counts 4,4",
+    "convert-batchnorm": "convert-batchnorm net.pt net2.pt out.pt --counts 4,4",
 }
 
 
