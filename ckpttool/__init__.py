@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from .deltas.writing import delta as delta
     from .diffing.compare import diff as diff
     from .disarming.disarm import disarm as disarm
-    from .dividing.plan import PlannedPart as PlannedPart
     from .dividing.plan import plan as plan
     from .errors import CkptToolError as CkptToolError
     from .inspecting.summary import inspect as inspect
@@ -106,7 +105,7 @@ else:
             "conforming.conform": "conform",
             "mapping.layout": "join_complex split_complex",
             "disarming.disarm": "disarm",
-            "dividing.plan": "PlannedPart plan",
+            "dividing.plan": "plan",
             "core.checkpoint.keys": "add_prefix rename_keys strip_prefix",
             "lora.merge": "merge_lora",
             "lora.adapter": "open_adapter save_adapter",

@@ -62,11 +62,14 @@ def plan(command: str, *paths: str, **settings: Any) -> Plan:
         paths: its inputs, and the output.
         settings: its flags: `dtype="bf16"` is `--dtype bf16`, `force=True` is `--force`; a list repeats one.
 
+    Raises:
+        CkptToolError: later, in `part.write()` and `plan.finish()`, with the command's words.
+
     Example:
-        >>> plan = ckpttool.plan("strip-prefix", "last.pt", "model.safetensors")
+        >>> plan = ckpttool.plan("strip-prefix", "last.pt", "stripped.safetensors")
         >>> results = [part.write() for part in plan.parts(2)]
         >>> plan.finish(results)["output"]
-        'model.safetensors'
+        'stripped.safetensors'
     """
     words = [command, *map(str, paths)]
     for name, value in settings.items():

@@ -95,6 +95,7 @@ def test_every_command_is_tried() -> None:
         "merge-lora",
         "extract-lora",
         "prove",
+        "finish",
     }  # which need the files of a training
     assert list(ARGUMENTS) == [name for name in group.commands if name not in of_folders]
 
