@@ -408,6 +408,25 @@ def test_torchrun_starts_the_parts(large: tuple[Path, bytes], tmp_path: Path) ->
     assert ckpttool.digest(out) == ckpttool.digest(source.parent / "out.pt")
 
 
+def test_what_has_no_parts_is_done_by_rank_0_and_a_script_of_ranks_runs_whole_commands(
+    large: tuple[Path, bytes], tmp_path: Path
+) -> None:
+    source, _ = large
+    lines = f"""
+import os, subprocess, sys
+command = [sys.executable, "-m", "ckpttool", "strip-prefix", {str(source)!r}]
+subprocess.run([*command, f"{tmp_path}/{{os.environ['RANK']}}.safetensors"], check=True)
+"""
+    (tmp_path / "script.py").write_text(lines)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for words in (["-m", "ckpttool", "digest", str(source)], [str(tmp_path / "script.py")]):
+        ran = subprocess.run([*torchrun, *words], capture_output=True, timeout=120, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.count(ckpttool.digest(source)) == int("digest" in words)
+    for rank in range(2):
+        assert ckpttool.open(tmp_path / f"{rank}.safetensors").state().tensors.keys() == {*map(str, range(8))}
+
+
 def test_a_pool_of_processes_writes_a_plan(large: tuple[Path, bytes], tmp_path: Path) -> None:
     source, _ = large
     out = tmp_path / "out.pt"

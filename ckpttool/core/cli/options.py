@@ -305,14 +305,26 @@ to_option = option(
 )
 
 
+def rank_of_torchrun() -> tuple[int, int]:
+    """Return the rank of a process that torchrun itself has started, and how many there are; else (0, 1)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, 1
+    words = []
+    with suppress(OSError), open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+        words = file.read().decode(errors="replace").split("\0")
+    if not any(map(TORCHRUN.fullmatch, words)):
+        return 0, 1  # a training script, whose variables are inherited, runs this command
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 def _this_part(_: click.Context, __: click.Parameter, given: str | None) -> object:
     """Return the part that was named, or that torchrun has started this process for."""
     from ..files.parts import Part
 
-    if given is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        rank, count = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
-        given = f"{rank + 1}/{count}" if count > 1 else None
-    return given and Part.parse(given)
+    rank, count = rank_of_torchrun()
+    if given is None and count > 1:
+        given = f"{rank + 1}/{count}"
+    return None if given is None else Part.parse(given)
 
 
 part_option = option(
@@ -323,6 +335,10 @@ part_option = option(
 resume_option = flag("--resume", "Go on with an interrupted conversion from a URL.")
 full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
 
+
+TORCHRUN = re.compile(
+    r"(.*/)?torchrun|torch\.distributed\.(run|launch)|.*/torch/distributed/(run|launch)\.py"
+)
 
 # Parameters that change no byte of an output
 SAYING = ("as_json", "part", "quiet", "verbose", "force", "resume", "verify", "companions", "output")

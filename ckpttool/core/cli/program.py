@@ -19,7 +19,7 @@ from ...rooms import offered
 from .. import system
 from . import convert, for_programs, keys
 from .failure import Call, fail, left_by
-from .options import Addition, Command, Context
+from .options import Addition, Command, Context, rank_of_torchrun
 
 OTHER_NAMES = {name: ["inspect"] for name in ("info", "show", "ls", "summary")}  # as other tools have them
 
@@ -194,6 +194,8 @@ def run(arguments: list[str]) -> int:
         if not arguments:
             group(["--help"], prog_name="ckpttool", standalone_mode=False)
             return 2
+        if _is_left_to_rank_0(arguments):
+            return 0
         return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=call) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -209,6 +211,13 @@ def run(arguments: list[str]) -> int:
             return fail(error, as_json="--json" in arguments, call=call)
         except BrokenPipeError:
             return 141
+
+
+def _is_left_to_rank_0(arguments: list[str]) -> bool:
+    """Return whether torchrun has started more processes than this command, which has no parts, needs."""
+    command = next((group.commands[word] for word in arguments if word in group.commands), None)
+    has_parts = command is not None and any(param.name == "part" for param in command.params)
+    return not has_parts and rank_of_torchrun()[0] > 0
 
 
 def _close_stdout() -> None:

@@ -216,7 +216,7 @@ class SavePlan:
         elif not all(source.version[1] for source in self.sources):
             reason = "would be made of objects without a version, which may change between two parts"
         if reason:
-            raise UsageFault(f"{self.path}: {reason}", hint="leave out --part")
+            raise UsageFault(f"{self.path}: {reason}", hint="leave out --part, or torchrun")
 
     def _write_part(self, parts: Parts, checksums: Checksums) -> None:
         def opened(file: BinaryIO) -> Output:
@@ -464,7 +464,9 @@ def save(
     named = OutputPlace.at(path, force, options.needed, checkpoint)
     if options.part and (named.path == "-" or urls.is_url(named.path)):
         what = f"{named.path}: is no place where parts can meet"
-        raise UsageFault(what, hint="name a file or a folder that all of them see, or leave out --part")
+        raise UsageFault(
+            what, hint="name a file or a folder that all of them see, or leave out --part and torchrun"
+        )
     with named.local(dry_run, options.progress, options.expect) as place:
         target = destination.destination(place.path, checkpoint, to, full=full)
         destination.require_sense(target, state, full, shard_size, options)
