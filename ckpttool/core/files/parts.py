@@ -142,7 +142,7 @@ class Parts(Attempt):
 
     def _agree(self, plan: Mapping[str, Any], words: Sequence[str]) -> None:
         """Note the plan if this is the first part; else compare it with the first one's."""
-        os.makedirs(self._folder, exist_ok=True)
+        os.makedirs(self._folder, 0o700, exist_ok=True)  # the inputs may be private
         place = self._in_folder(PLAN)
         if (begun := _found(place)) is None:
             write_record(self._new(place), place, {**plan, WORDS: words}, exclusive=True)
