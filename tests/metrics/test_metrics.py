@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool import metrics
-from ckpttool.errors import CheckFailed
+from ckpttool.errors import CheckFailed, install
 from ckpttool.metrics.base import PIECE, ExactSum, measures
 from tests.support.running import ROOT, error_of
 
@@ -412,14 +412,14 @@ def test_without_torch_every_metric_computes_from_arrays_and_what_needs_torch_sa
     command = [sys.executable, "-c", PROGRAM]
     ran = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""
-    found, errors = json.loads(ran.stdout)
+    found, raised = json.loads(ran.stdout)
     assert (found["Accuracy"], found["AUROC"], found["Count"]) == (repr(2 / 3), repr(1.0), "3")
     assert (found["pool"], len(found)) == (3.0, 9)
-    assert [kind for kind, *_ in errors] == ["NeedsTorch"] * 4
-    for _, message, hint, exit_code in errors:
+    assert [kind for kind, *_ in raised] == ["NeedsTorch"] * 4
+    for _, message, hint, exit_code in raised:
         assert message.startswith("ckpttool.")
         assert "needs torch, which is not installed" in message
-        assert (hint, exit_code) == (errors.install("torch"), 2)
+        assert (hint, exit_code) == (install("torch"), 2)
 
 
 def test_the_packages_offer_their_public_names_lazily() -> None:

@@ -89,6 +89,9 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        params = self.commands[name].params if name in self.commands else []
+        if params and rank_of_torchrun()[0] > 0 and "part" not in [each.name for each in params]:
+            ctx.exit()  # what has no parts is done by rank 0
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
         from difflib import get_close_matches
@@ -194,8 +197,6 @@ def run(arguments: list[str]) -> int:
         if not arguments:
             group(["--help"], prog_name="ckpttool", standalone_mode=False)
             return 2
-        if _is_left_to_rank_0(arguments):
-            return 0
         return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=call) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -211,13 +212,6 @@ def run(arguments: list[str]) -> int:
             return fail(error, as_json="--json" in arguments, call=call)
         except BrokenPipeError:
             return 141
-
-
-def _is_left_to_rank_0(arguments: list[str]) -> bool:
-    """Return whether torchrun has started more processes than this command, which has no parts, needs."""
-    command = next((group.commands[word] for word in arguments if word in group.commands), None)
-    has_parts = command is not None and any(param.name == "part" for param in command.params)
-    return not has_parts and rank_of_torchrun()[0] > 0
 
 
 def _close_stdout() -> None:

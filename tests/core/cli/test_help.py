@@ -163,6 +163,7 @@ def test_the_example_works_when_pasted(
         if output := parsed.params.get("output"):  # an example writes a file that is not there yet
             (tmp_path / output).unlink(missing_ok=True)
     if words[0] == "finish":
+        (tmp_path / words[1]).unlink()
         leave_unfinished(cli, words[1])
     ran = cli(*words)
     assert ran.code == 0 or (ran.code == 1 and words[0] in ANSWERS), f"{ran.err}(`prepare` makes the files)"

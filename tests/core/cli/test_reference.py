@@ -35,6 +35,7 @@ CONTRACT = {
     "maps": READING,
     "merge": f"{WRITING} --dtype --full --take-rank --shard-size --to",
     "slim": WRITING,
+    "finish": READING,
     "disarm": f"{READING} --dry-run --force",
     "merge-lora": WRITING,
     "split": f"{READING} --dry-run --force --ranks --as",

@@ -21,7 +21,7 @@ from ckpttool.core.cli.failure import COMMAND, fail
 from ckpttool.errors import Damaged
 from ckpttool.inspecting.command import _run_page
 from ckpttool.inspecting.tables import checkpoint_rows
-from ckpttool.scanning.command import _say_unreadable
+from ckpttool.scanning.command import _say_problems
 from ckpttool.scanning.scan import named_in, scan_each
 from tests.support.running import Terminal
 
@@ -60,7 +60,7 @@ def test_what_can_t_be_scanned_is_said_in_lines_that_fit(here: Path) -> None:
     torch.save({"w": torch.ones(300)}, "cut.pt")
     Path("cut.pt").write_bytes(Path("cut.pt").read_bytes()[:900])
     scanned = [*scan_each(named_in(["cut.pt"]))]
-    lines = said(lambda: _say_unreadable(scanned))
+    lines = said(lambda: _say_problems(scanned))
     assert lines[0].startswith("unreadable: cut.pt: ") and len(lines) > 1
     assert max(map(len, lines)) <= 40
 

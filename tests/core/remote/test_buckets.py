@@ -584,7 +584,7 @@ def test_files_are_written_in_the_order_they_are_given(world: World, runs: Bucke
 
 def test_nothing_is_written_over_unless_it_is_asked_for(world: World, runs: Bucket, file: str) -> None:
     world.object("taken", b"old")
-    with pytest.raises(OutputExists, match=r"^s3://runs/taken: already exists\n  hint: .*--force"):
+    with pytest.raises(OutputExists, match=r"^s3://runs/taken: already exists\n  hint: .*force=True"):
         runs.put({"not-taken": file, "taken": file}, replace=False)
     assert world.stored("taken") == b"old" and not world.exists("not-taken")
     assert {request.split()[0] for request in world.proxy.requests} == {"HEAD"}

@@ -504,7 +504,7 @@ def test_a_file_that_is_there_is_replaced_only_if_allowed(signed_in: Hub, files:
     the_repo(signed_in).commit({"out/index.json": b"old"})
     with pytest.raises(OutputExists, match=r"out/index\.json: already exists") as caught:
         repository().put(files, replace=False)
-    assert "--force" in (caught.value.hint or "")
+    assert "force=True" in (caught.value.hint or "")
     assert not any(seen.method == "PUT" for seen in signed_in.requests())
     for _ in range(2):  # the second time nothing differs
         repository().put(files, replace=True)

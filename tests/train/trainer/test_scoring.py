@@ -78,7 +78,7 @@ def test_a_rank_that_fails_during_an_evaluation_ends_all_at_once_with_its_error(
     (tmp_path / "broken.py").write_text(BROKEN_DATA)
     arguments = ["--data", f"{tmp_path}/broken.py:make", "--epochs", "1"]
     answers = run_ranks(3, train_on_ranks, [*arguments, "--out", str(tmp_path / "run")], timeout=200)
-    assert [name for name, _ in answers] == ["RankFailed", "RankFailed", "UsageFault"]
+    assert [name for name, _ in answers] == ["RankFailed", "RankFailed", "Unreadable"]
     assert all("sample 300 is broken" in said for _, said in answers)
 
 

@@ -206,10 +206,17 @@ def test_a_flipped_bit_in_the_pickle_is_damaged(tmp_path: Path) -> None:
     refused(tmp_path / "in.pt", "data.pkl' does not match its checksum")
 
 
+def six(dtype: torch.dtype) -> torch.Tensor:
+    """Return six elements, of which torch can't cast all types to all."""
+    if "float4" in str(dtype):
+        return torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(dtype)
+    return torch.arange(6).to(dtype).reshape(2, 3)
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_safetensors_becomes_a_pt_that_torch_loads(zipped: bool, tmp_path: Path) -> None:
     names = [name for name, dtype in DTYPES.items() if dtype.safetensors]
-    state = {name: torch.arange(6).to(getattr(torch, name)).reshape(2, 3) for name in names}
+    state = {name: six(getattr(torch, name)) for name in names}
     state |= {"of several blocks": torch.arange(300_000), "empty": torch.empty(0)}
     torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.safetensors")
