@@ -365,6 +365,14 @@ def test_a_dict_of_tensors_and_arrays_is_saved(end: str, tmp_path: Path) -> None
         assert again[name].shape == tuple(value.shape)
 
 
+def test_a_view_with_other_values_in_the_same_memory_is_no_tie(tmp_path: Path) -> None:
+    one = torch.tensor([1 + 2j, 3 - 4j])
+    tensors = {"one": one, "conj": one.conj(), "neg": one.conj().imag, "imag": one.imag}
+    ckpttool.save(tensors, tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")
+    assert all(torch.equal(found[name], value.resolve_conj()) for name, value in tensors.items())
+
+
 @pytest.mark.parametrize(
     "odd", [3, "text", [1], torch.eye(2).to_sparse(), torch.empty(2, device="meta"), np.array(["a"])]
 )

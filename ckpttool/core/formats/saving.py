@@ -66,9 +66,7 @@ class SavePlan:
             hint = f"write .safetensors, or extract the state first: {alone}"
             raise Refused(checkpoint.path, what, hint=hint)
         if not target.has_metadata and (said := declares_packing(checkpoint.metadata)):
-            what = (
-                f"says in its header how tensors are packed ({said}), and {self.format} has no place for that"
-            )
+            what = f"says in its header how tensors are packed ({said}), which {self.format} can't hold"
             plain = f"ckpttool convert {shlex.quote(checkpoint.path)} plain.safetensors --dequantize"
             raise Refused(checkpoint.path, what, hint=f"write safetensors, or make it plain: {plain}")
         special = {} if self.state is None else self.state.likes
@@ -353,6 +351,7 @@ def _dry(write: Callable[[Output], None]) -> int:
 
 def _in_memory(tensors: Mapping[str, Any]) -> Checkpoint:
     """Return tensors of torch or arrays of NumPy as a checkpoint; their bytes stay where they are."""
+    tensors = dict(tensors.items())  # kept, if the mapping makes each anew: another could take its place
     source = Source("the tensors", os.open(os.devnull, os.O_RDONLY))
     known: dict[object, TensorRef] = {}
     tree = OrderedDict_()
@@ -367,12 +366,18 @@ def _in_memory(tensors: Mapping[str, Any]) -> Checkpoint:
         if not isinstance(name, str) or dtype is None or not is_plain:
             what = f"save() takes a dict of tensors by name; {name!r} is {type(value).__name__}"
             raise TypeError(f"{what}, and no plain tensor of torch or array of NumPy")
-        key = (value.data_ptr(), dtype.name, *value.shape, *value.stride()) if of_torch else id(value)
+        key = _memory(value) if of_torch else id(value)
         if key not in known or not value.nbytes:
             data = Computed.in_memory(source.path, _bytes_of(value, of_torch=of_torch))
             known[key] = TensorRef.of_bytes(data, dtype, tuple(value.shape))
         tree[name] = known[key]
     return Checkpoint(source, torch_zip.NAME, tree)
+
+
+def _memory(value: Any) -> object:
+    """Return a key that tensors of torch share exactly when they are the same values in the same memory."""
+    layout = (*value.shape, *value.stride(), value.is_conj(), value.is_neg())
+    return str(value.device), value.data_ptr(), value.dtype, layout
 
 
 def _bytes_of(value: Any, *, of_torch: bool) -> Any:
@@ -464,9 +469,7 @@ def save(
     named = OutputPlace.at(path, force, options.needed, checkpoint)
     if options.part and (named.path == "-" or urls.is_url(named.path)):
         what = f"{named.path}: is no place where parts can meet"
-        raise UsageFault(
-            what, hint="name a file or a folder that all of them see, or leave out --part and torchrun"
-        )
+        raise UsageFault(what, hint="name a place that all of them see, or leave out --part and torchrun")
     with named.local(dry_run, options.progress, options.expect) as place:
         target = destination.destination(place.path, checkpoint, to, full=full)
         destination.require_sense(target, state, full, shard_size, options)
