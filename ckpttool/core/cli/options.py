@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import wraps
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -373,9 +374,7 @@ class WriteJob:
         words = click.get_current_context().ensure_object(Call).typed
         if any("://" in word and re.search("[@?]", word) for word in words):
             return ()
-        return tuple(
-            word for number, word in enumerate(words) if not _is_of_part(words[max(number - 1, 0)], word)
-        )
+        return tuple(word for before, word in pairwise(("", *words)) if not _is_of_part(before, word))
 
     @property
     def recipe(self) -> str:

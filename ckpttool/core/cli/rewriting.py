@@ -178,11 +178,8 @@ def rewrite(
 
     started, console = time.perf_counter(), job.console
     needed = job.inputs if job.inputs[1:] else ()  # what is made of one may take its place
-    choices = (
-        job.saving()
-        | {"resume": job.resume, "part": job.part, "words": job.words, "recipe": job.recipe, "needed": needed}
-        | choices
-    )
+    of_job = {name: getattr(job, name) for name in ("resume", "part", "words", "recipe")}
+    choices = job.saving() | of_job | {"needed": needed} | choices
     with opening() if opening else formats.open(job.input) as checkpoint:
         piece = None if opening else note_piece(console, job.input)
         to, full = choices.get("to"), choices.get("full")

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -82,6 +83,11 @@ def _found(path: str) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise Unreadable(path, "is not the record of a part", hint=_again(os.path.dirname(path)))
     return found
+
+
+def _with_no_more(mode: int, fd: int) -> int:
+    os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & mode)
+    return fd
 
 
 def _again(folder: str) -> str:
@@ -257,11 +263,11 @@ class Parts(Attempt):
 
     def claim_file(self, mode: int) -> tuple[int, str]:
         """Return a descriptor of the staged file, and its path."""
-        return os.open(self.place, system.CHANGE), self.place
+        return _with_no_more(mode, os.open(self.place, system.CHANGE)), self.place
 
     def claim_folder(self, mode: int) -> tuple[int, str]:
         """Return a descriptor of the staged folder, and its path."""
-        return system.hold_folder(self.place), self.place
+        return _with_no_more(mode, system.hold_folder(self.place)), self.place
 
     def count(self, nbytes: int) -> None:
         if self._all is None:

@@ -221,10 +221,8 @@ class Written:
 
     def missing(self, position: int) -> Exception:
         """Return the error for a block that should be there."""
-        what, folder = (
-            f"lacks the bytes from {position}, which no part has written",
-            os.path.dirname(self._attempt.place),
-        )
+        what = f"lacks the bytes from {position}, which no part has written"
+        folder = os.path.dirname(self._attempt.place)
         return Unreadable(self._attempt.place, what, hint=f"begin again: rm -r {shlex.quote(folder)}")
 
     def has(self, place: int, position: int, nbytes: int) -> bool:

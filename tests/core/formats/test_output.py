@@ -276,6 +276,8 @@ def test_an_object_that_is_needed_is_never_replaced() -> None:
 WAYS = {
     "convert": ("convert", "a.pt", "out"),
     "a folder": ("convert", "a.pt", "out/", "--shard-size", "10kB"),
+    "a part": ("convert", "a.pt", "out", "--part", "1/1"),
+    "a part of a folder": ("convert", "a.pt", "out/", "--shard-size", "10kB", "--part", "1/1"),
     "dcp": ("convert", "a.pt", "out/", "--to", "dcp"),
     "slim": ("slim", "a.pt", "out"),
     "average": ("average", "b.pt", "a.pt", "out"),
