@@ -17,7 +17,7 @@ def finish(console: Console, out: str) -> int:
 
     The command of the parts is run again, but writes none of them: it compares the checksums of the inputs
     with what all parts have read, writes the headers, and reads them back. A part that is missing is named,
-    with exit code 1.
+    with exit code 1. A command with --model, which runs code, has to be given again, with --part finish.
 
     \b
     Examples:
@@ -28,8 +28,8 @@ def finish(console: Console, out: str) -> int:
     from ..errors import UsageFault
 
     words = parts.plan_of(out).get(parts.WORDS)
-    if not words:
-        hint = f"run the command of the parts again with --part {parts.FINISH}"
-        raise UsageFault(f"{out}: its plan does not say the command, as it holds a secret", hint=hint)
+    if not words or any(str(word).startswith("--model") for word in words):  # code that only the user names
+        what = f"{out}: its plan does not say the command, as of one with a secret or with --model"
+        raise UsageFault(what, hint=f"run the command of the parts again with --part {parts.FINISH}")
     shown = [flag for flag, is_on in (("--json", console.json), ("-q", console.quiet)) if is_on]
-    return run([*words, "--part", parts.FINISH, *shown])
+    return run([*map(str, words), "--part", parts.FINISH, *shown])

@@ -81,9 +81,8 @@ def plan(command: str, *paths: str, **settings: Any) -> Plan:
 
 def _run(words: list[str]) -> Result:
     """Run a command in a process of its own, as it stops at signals and counts its own requests."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "ckpttool", *words, "--json"], capture_output=True, check=False
-    )
+    command = [sys.executable, "-m", "ckpttool", *words, "--json"]
+    ran = subprocess.run(command, capture_output=True, check=False)
     try:
         said = json.loads(ran.stdout)
     except ValueError:

@@ -308,6 +308,18 @@ def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], c
     assert contents(divided) == contents(alone)
 
 
+def test_finish_runs_no_code_that_a_plan_names(folders: tuple[Path, Path], cli: Cli) -> None:
+    out = folders[1] / "out.pt"
+    Path("evil.py").write_text("open('ran', 'w')\ndef net(): ...\n")
+    assert run(cli, JOBS["cast to .pt"], folders[1], "--part", "1/2").code == 0
+    place = Path(parts.folder_of(str(out))) / parts.PLAN
+    for model in (["--model", "evil.py:net"], ["--model=evil.py:net"]):
+        words = ["optimizer", "net.pt", str(out), "--to", "names", *model]
+        place.write_text(json.dumps({**json.loads(place.read_text()), "words": words}))
+        assert_says(cli("finish", out), 2, "--model", "--part finish")
+    assert not Path("ran").exists()
+
+
 def test_a_part_written_again_reads_nothing(folders: tuple[Path, Path], cli: Cli, tmp_path: Path) -> None:
     alone, divided = folders
     words = ["strip-prefix", "in.pt", divided / "out.pt", "--part"]
