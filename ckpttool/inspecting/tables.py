@@ -294,7 +294,7 @@ class CheckpointRow:
     nbytes: int = field(metadata={"json": "bytes"})
     problem: str = field(metadata={"json": None})
     optimizer: bool | None = None
-    is_part: str | None = None  # what it is instead of a whole model: `LoRA adapter`, `delta`
+    is_part: str | None = None
     could_run: tuple[str, ...] = ()
 
 
