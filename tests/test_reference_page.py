@@ -50,7 +50,7 @@ def signature(name: str, value: Any) -> str:
         if each.kind is each.KEYWORD_ONLY != before:
             listed.append("*")
         before = each.kind
-        stars = "**" if each.kind is each.VAR_KEYWORD else ""
+        stars = {each.VAR_KEYWORD: "**", each.VAR_POSITIONAL: "*"}.get(each.kind, "")
         default = (
             ""
             if each.default is each.empty

@@ -308,7 +308,7 @@ def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], c
     assert contents(divided) == contents(alone)
 
 
-def test_finish_runs_no_code_that_a_plan_names(folders: tuple[Path, Path], cli: Cli) -> None:
+def test_finish_believes_no_plan_that_was_tampered_with(folders: tuple[Path, Path], cli: Cli) -> None:
     out = folders[1] / "out.pt"
     Path("evil.py").write_text("open('ran', 'w')\ndef net(): ...\n")
     assert run(cli, JOBS["cast to .pt"], folders[1], "--part", "1/2").code == 0
@@ -318,6 +318,10 @@ def test_finish_runs_no_code_that_a_plan_names(folders: tuple[Path, Path], cli: 
         place.write_text(json.dumps({**json.loads(place.read_text()), "words": words}))
         assert_says(cli("finish", out), 2, "--model", "--part finish")
     assert not Path("ran").exists()
+    for count in ("x", -1, 10**9):
+        plan = {**json.loads(place.read_text()), "number of parts": count, "words": ["convert", "in.pt", str(out)]}
+        place.write_text(json.dumps(plan))
+        assert_says(cli("finish", out), 2, "is not a part")
 
 
 def test_a_part_written_again_reads_nothing(folders: tuple[Path, Path], cli: Cli, tmp_path: Path) -> None:

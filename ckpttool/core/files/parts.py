@@ -126,7 +126,7 @@ class Parts(Attempt):
         target, self._folder = system.real(path), folder_of(path)
         self._target, self.place = target, self._in_folder(STAGED)
         if not part.number:
-            part = Part(0, plan_of(path).get(COUNT, 0))
+            part = Part(0, Part.parse(f"1/{plan_of(path).get(COUNT)}").count)
         self._path, self.part, self._sizes, self.computed = path, part, sizes, True
         self._record = self._in_folder(f"{part.number}-of-{part.count}.json")
         self._plan = ""
