@@ -391,11 +391,8 @@ def make_plan(config: TrainConfig, samples: int) -> Plan:
 def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data."""
     if config.batch.rank_share == "auto" and config.batch.sampler != "exact":
-        hint = "give one of them"
-        raise UsageFault(
-            f"--rank-share auto: --sampler {config.batch.sampler} says already how a batch is dealt",
-            hint=hint,
-        )
+        what = f"--rank-share auto: --sampler {config.batch.sampler} says already how a batch is dealt"
+        raise UsageFault(what, hint="give one of them")
     _check_sharding(config, world_size)
     if config.batch.virtual_ranks is not None:
         _check_virtual_ranks(config, config.batch.virtual_ranks, world_size)

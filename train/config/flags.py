@@ -146,10 +146,13 @@ def duration(text: str) -> float:
 
 def sharding(text: str) -> str:
     """Check `bf16`, `offload`, `parts` and `2x4`, groups and ranks in each, with commas between them."""
-    for word in filter(None, text.split(",")):
+    words = [*filter(None, text.split(","))]
+    for word in words:
         if word not in ("bf16", "offload", "parts") and not MESH.fullmatch(word):
             what = f"{word!r} is none of bf16, offload, parts, and 2x4: groups, and ranks in each"
             raise argparse.ArgumentTypeError(what)
+    if len(words) > len({MESH.fullmatch(word) is not None or word for word in words}):
+        raise argparse.ArgumentTypeError(f"{text!r} says one thing twice")
     return text
 
 

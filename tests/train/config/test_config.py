@@ -86,6 +86,12 @@ def test_a_time_may_have_a_unit(text, seconds):
     assert command_line.parse(["--max-time", text]).training.max_time == seconds
 
 
+@pytest.mark.parametrize("how", ["2x4,4x2", "bf16,bf16", "both"])
+def test_what_shard_is_told_twice_or_does_not_know_is_refused(how: str) -> None:
+    with pytest.raises(UsageFault, match=r"says one thing twice|'both' is none of"):
+        command_line.parse(["--shard", how])
+
+
 def test_flags_that_are_not_given_get_the_optimizers_defaults():
     adamw = command_line.parse(["--optimizer", "adamw", "--lr", "0.5"])
     assert (adamw.optimizer.lr, adamw.optimizer.weight_decay) == (0.5, 0.01)
