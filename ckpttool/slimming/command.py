@@ -95,11 +95,11 @@ def _require_sense(job: options.WriteJob, model: str | None, keep_newest: int | 
         raise UsageFault(f"--in-place: writes no OUTPUT, and {job.output} was given", hint=hint)
     if keep_newest is None:
         raise UsageFault("--in-place: how many checkpoints are to stay?", hint="say it: --keep-newest N")
-    names = "state", "shard_size", "device", "companions", "resume"
+    names = "state", "shard_size", "device", "companions", "resume", "part"
     for name, value in (("model", model), *((name, getattr(job, name)) for name in names)):
         if value:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageFault(f"{flag}: has no effect with --in-place", hint="leave it out")
+            what = f"--{name.replace('_', '-')}: has no effect with --in-place"
+            raise UsageFault(what, hint="leave it out" + ", or torchrun" * (name == "part"))
 
 
 def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...]) -> None:

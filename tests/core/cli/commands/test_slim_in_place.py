@@ -299,6 +299,7 @@ def test_a_damaged_checkpoint_stays_and_is_named(run, cli):
         (["--in-place", RUN, "out.pt", "--keep-newest", "1"], "writes no OUTPUT"),
         (["--in-place", RUN, "--keep-newest", "0"], "--keep-newest"),
         (["--in-place", RUN, "--keep-newest", "1", "--state", "model"], "--state: has no effect"),
+        (["--in-place", RUN, "--keep-newest", "1", "--part", "1/2"], "--part: has no effect"),
         (["--in-place", "run/step-1.pt", "--keep-newest", "1"], "is not a folder"),
         (["run/step-1.pt", "out.pt", "--drop", "optimizer"], "--drop needs --in-place"),
         (["run/step-1.pt"], "--in-place RUN --keep-newest N"),
