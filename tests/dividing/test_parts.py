@@ -319,8 +319,8 @@ def test_finish_believes_no_plan_that_was_tampered_with(folders: tuple[Path, Pat
         assert_says(cli("finish", out), 2, "--model", "--part finish")
     assert not Path("ran").exists()
     for count in ("x", -1, 10**9):
-        plan = {**json.loads(place.read_text()), "number of parts": count, "words": ["convert", "in.pt", str(out)]}
-        place.write_text(json.dumps(plan))
+        words = ["convert", "in.pt", str(out)]
+        place.write_text(json.dumps({"number of parts": count, "words": words}))
         assert_says(cli("finish", out), 2, "is not a part")
 
 
