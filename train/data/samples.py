@@ -222,8 +222,12 @@ class Collation:
             odd = next(at for at, kind in enumerate(kinds) if kind != usual)
             own, others = dict(kinds[odd]), dict(usual)
             place = next(place for place in own | others if own.get(place) != others.get(place))
-            said = [f"{place} is {of_one.get(place, 'missing')}" for of_one in (own, others)]
-            what = f"{self.part} sample {indices[odd]}{said[0]}, and {indices[kinds.index(usual)]}{said[1]}"
+            alike = kinds.index(usual)
+            said = [
+                f"{indices[at]}{place} is {leaves.get(place, 'missing' if place else kind_of(samples[at]))}"
+                for at, leaves in ((odd, own), (alike, others))
+            ]
+            what = f"{self.part} sample {', and '.join(said)}"
             hint = "make them alike in the data set, or give it collate(samples); to leave some out with "
             return CheckFailed(what, hint=f"{hint}--skip-damaged, let it raise an exception for them")
         more = f" and {len(indices) - NAMED} more" * (len(indices) > NAMED)

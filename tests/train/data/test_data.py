@@ -559,9 +559,9 @@ def ended(rank: int, size: int, spec: str, more: dict[str, Any]) -> tuple[str, s
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("nothing", "training sample 22 is None, and "),
-    ("larger", "training sample 22[0] is a tensor of float32 with the shape [1, 9, 9], and "),
-    ("unlabelled", "training sample 22[1] is None, and "),
+    ("nothing", r"training sample 22 is None, and \d+ is a tuple of 2 "),
+    ("larger", r"training sample 22\[0\] is a tensor of float32 with the shape \[1, 9, 9\], and "),
+    ("unlabelled", r"training sample 22\[1\] is None, and "),
 ])  # fmt: skip
 @pytest.mark.parametrize("mixup", [0.0, 0.5])
 def test_a_sample_of_another_kind_is_named(own, tmp_path, capsys, name, said, mixup):
@@ -570,7 +570,7 @@ def test_a_sample_of_another_kind_is_named(own, tmp_path, capsys, name, said, mi
     code = main.main([*flags, "--out", str(tmp_path / "run")])
     error = capsys.readouterr().err
     assert code == 1 and re.search(r"training sample.* 22\b", error) and error.count("\n") == 1, error
-    assert mixup or said in error
+    assert mixup or re.search(said, error)
 
 
 def test_an_error_of_a_users_sample_late_in_training_is_no_wrong_flag(own, tmp_path, capsys):
