@@ -199,7 +199,8 @@ def test_an_image_that_cant_be_decoded_is_named(images, fails, workers, place):
     whole = (images / "dog" / f"{place}.png").read_bytes()
     (images / "dog" / f"{place}.png").write_bytes(whole[: whole.index(b"IDAT") + 6])
     said = fails(3, f"folder:{images}", "--workers", workers)
-    assert said == f"error: {images}/dog/{place}.png: is not a readable image\n"
+    hint = "--skip-damaged leaves out training samples, but no test samples"
+    assert said == f"error: {images}/dog/{place}.png: is not a readable image ({hint})\n"
 
 
 NO_IMAGES: dict[str, tuple[Callable[[Path], object], str]] = {

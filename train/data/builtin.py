@@ -287,7 +287,11 @@ def _unreadable(path: str, error: Exception) -> FileError:
         return Unreadable(path, reason(error))
     if type(error).__name__ == "DecompressionBombError":
         return Refused(path, "is an image of more pixels than Pillow decodes: a decompression bomb?")
-    return Damaged(path, "is not a readable image")
+    return Damaged(
+        path,
+        "is not a readable image",
+        hint="--skip-damaged leaves out training samples, but no test samples",
+    )
 
 
 def _pillow() -> Any:
