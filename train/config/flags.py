@@ -75,7 +75,9 @@ def number(
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not (above < value < below and value >= least):
-            raise argparse.ArgumentTypeError(f"{text} is out of range")
+            limits = {"above": above, "at least": least, "below": below}
+            said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
+            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {said or 'finite'}")
         return value
 
     return convert

@@ -462,7 +462,7 @@ def test_muon_takes_the_matrices_of_layers_and_attention():
 
 
 FLAGS = {
-    "--betas 0.9,1.0": "out of range",
+    "--betas 0.9,1.0": "out of range: it must be at least 0 and below 1",
     "--lr-scale head": "'head' is not REGEX=NUMBER",
     "--lr-scale head=0": "0 is out of range",
     "--lr-scale (=2": "'(' is not a regular expression",
