@@ -306,6 +306,7 @@ def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], c
     assert not out.exists()
     assert cli("finish", out, "--json").json["output"] == str(out)
     assert contents(divided) == contents(alone)
+    assert_says(cli("finish", out), 2, "is in place, and no part of it is left")
 
 
 def test_finish_believes_no_plan_that_was_tampered_with(folders: tuple[Path, Path], cli: Cli) -> None:

@@ -67,6 +67,8 @@ def folder_of(path: str) -> str:
 def plan_of(path: str) -> dict[str, Any]:
     """Return the plan of an output that is being written in parts. Raises UsageFault where there is none."""
     if (plan := _found(os.path.join(folder_of(path), PLAN))) is None:
+        if os.path.exists(path):
+            raise UsageFault(f"{path}: is in place, and no part of it is left to finish")
         raise UsageFault(f"{path}: no part of it is here", hint="write its parts: --part 1/2, --part 2/2")
     return plan
 
