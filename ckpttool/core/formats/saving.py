@@ -363,7 +363,9 @@ def _in_memory(tensors: Mapping[str, Any]) -> Checkpoint:
         kind = getattr(value, "dtype", None)  # NumPy's has a name without its byte order
         dtype = DTYPES.get(str(getattr(kind, "name", kind)).removeprefix("torch."))
         is_plain = not of_torch or (str(value.layout) == "torch.strided" and value.device.type != "meta")
-        if not isinstance(name, str) or dtype is None or not is_plain:
+        if not isinstance(name, str):
+            raise TypeError(f"save() takes a dict of tensors by name; {name!r} is no str")
+        if dtype is None or not is_plain:
             what = f"save() takes a dict of tensors by name; {name!r} is {type(value).__name__}"
             raise TypeError(f"{what}, and no plain tensor of torch or array of NumPy")
         key = _memory(value) if of_torch else id(value)
