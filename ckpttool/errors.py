@@ -107,6 +107,10 @@ class NothingToDo(CkptToolError, kind="nothing-to-do", exit_code=1):
     """The command found nothing to change."""
 
 
+class PartMissing(FileError, kind="part-missing", exit_code=1):
+    """An output that is written in parts lacks one."""
+
+
 class CheckFailed(CkptToolError, kind="check-failed", exit_code=1):
     """The state loads, but the model does not run with it."""
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any, BinaryIO
 
 from ... import __version__
-from ...errors import Damaged, NothingToDo, Refused, UsageFault
+from ...errors import Damaged, PartMissing, Refused, UsageFault
 from ...rooms import need
 from .. import system
 from ..checkpoint import full
@@ -195,8 +195,8 @@ class SavePlan:
             waiting = parts.waiting()
             if waiting and not part.number:
                 listed = first_few([f"{number}/{parts.part.count}" for number in waiting])
-                what = f"{self.path}: lacks part {listed}"
-                raise NothingToDo(what, hint=f"run its command with --part {waiting[0]}/{parts.part.count}")
+                hint = f"run its command with --part {waiting[0]}/{parts.part.count}"
+                raise PartMissing(self.path, f"lacks part {listed}", hint=hint)
             with parts.finishing() if not waiting else nullcontext(False) as is_mine:
                 if not is_mine:
                     return self._saved(parts.nbytes, part=str(parts.part), waiting=tuple(waiting))
