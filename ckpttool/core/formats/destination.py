@@ -257,7 +257,7 @@ class Saved:
     @property
     def why_left_out(self) -> str:
         """Why the format can't hold what was left out: words to follow the format's name."""
-        return "has no place for it" if self.format in WHOLE else "holds only tensors"
+        return "has no place for it" if self.format in WHOLE else "holds only a state's tensors"
 
 
 def report(checkpoint: Checkpoint, target: Destination, state: State | None, ties: Collection[str]) -> Facts:

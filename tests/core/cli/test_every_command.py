@@ -143,7 +143,9 @@ def test_the_first_names_are_listed_and_the_rest_is_counted(cli: Any) -> None:
     ran = cli("strip-prefix in.pt out.safetensors")
     assert "stripped 'module.' from 7 of 14 keys" in ran.out
     assert "kept as they were: b0, b1, b2, b3 and 3 more" in ran.err
-    listed = "left out, as safetensors holds only tensors: beside0, beside1, beside2, beside3 and 3 more"
+    listed = (
+        "left out, as safetensors holds only a state's tensors: beside0, beside1, beside2, beside3 and 3 more"
+    )
     assert listed in ran.err and "module.a0" not in ran.err
     assert "model.module.a3 (2) and 3 more" in cli("verify in.pt").err
 

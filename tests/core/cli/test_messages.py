@@ -149,7 +149,7 @@ def test_an_add_that_doubles_the_prefix_says_so(cli: Any) -> None:
 def test_module_versions_that_are_left_out_are_explained(cli: Any) -> None:
     torch.save({"model": torch.nn.Linear(2, 2).state_dict(), "epoch": 1}, "in.pt")
     said = cli("convert in.pt out.safetensors").err
-    assert said.splitlines() == ["left out, as safetensors holds only tensors: epoch"]
+    assert said.splitlines() == ["left out, as safetensors holds only a state's tensors: epoch"]
     said = cli("convert in.pt again.safetensors -v").err
     wanted = "left out: torch's versions of modules (model._metadata), which load_state_dict can do without"
     assert said.splitlines()[-1] == wanted

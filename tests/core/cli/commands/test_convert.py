@@ -40,7 +40,10 @@ def test_the_result_is_one_line(cli: Any) -> None:
 
 def test_what_safetensors_can_t_hold_is_named(cli: Any) -> None:
     ran = cli("convert in.pt out.safetensors")
-    assert (ran.code, ran.err) == (0, "left out, as safetensors holds only tensors: optimizer, epoch, best\n")
+    assert (ran.code, ran.err) == (
+        0,
+        "left out, as safetensors holds only a state's tensors: optimizer, epoch, best\n",
+    )
     assert list(load_file("out.safetensors")) == sorted(STATE)
 
 
