@@ -247,7 +247,7 @@ def _steps(trainer: Trainer) -> str:
     steps = trainer.feed.known_steps
     if steps is None:
         return "until the stream ends"
-    return f"{steps} steps per epoch{', as it says' * (trainer.feed.stream is not None)}"
+    return f"{counted(steps, 'step')} per epoch{', as it says' * (trainer.feed.stream is not None)}"
 
 
 def shares(plan: Plan, world_size: int) -> str:

@@ -256,6 +256,11 @@ def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path,
     assert not any(line.endswith("-") or line.startswith(" " * 9) for line in lines[: start - 1])
 
 
+def test_one_step_is_no_steps():
+    said = [report._steps(SimpleNamespace(feed=SimpleNamespace(known_steps=n, stream=None))) for n in (1, 2)]  # type: ignore[arg-type]
+    assert said == ["1 step per epoch", "2 steps per epoch"]
+
+
 def test_a_recipe_is_broken_between_its_parts():
     config = TrainConfig.of(amp="bf16", clip_norm=1.0, ema=0.999, augment="crop-flip", mixup=0.2, seed=123)
     text = f"train   {report.in_lines(command_line.recipe(config))}"
