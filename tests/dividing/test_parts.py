@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,6 +211,31 @@ def test_an_input_that_changed_between_two_parts_is_named(tmp_path: Path, cli: C
     assert not out.exists()
 
 
+@pytest.mark.parametrize("changed", ["rules.toml", "config.json"])
+def test_rules_or_settings_that_changed_between_two_parts_are_named(
+    changed: str, tmp_path: Path, cli: Cli
+) -> None:
+    save_file({"w": torch.randn(64, 64)}, tmp_path / "in.safetensors")
+    (tmp_path / "rules.toml").write_text(PERMUTING)
+    (tmp_path / "config.json").write_text('{"n_heads": 4}')
+    words = ("convert", tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    words = (*words, "--map", tmp_path / "rules.toml")
+    assert cli(*words, "--part", "1/2").code == 0
+    other = (tmp_path / changed).read_text().replace("4}", "8}").replace("halves", "pairs")
+    (tmp_path / changed).write_text(other)
+    assert_says(cli(*words, "--part", "2/2"), 2, "parts of another plan", changed)
+
+
+PERMUTING = """from = "a"
+to = "b"
+numbers = { heads = "n_heads" }
+[[rule]]
+from = "w"
+to = "x"
+steps = [{ permute-heads = "heads", size = "64 // heads", to = "halves" }]
+"""
+
+
 def test_another_version_of_ckpttool_is_refused(
     folders: tuple[Path, Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,10 +296,14 @@ def test_a_flipped_bit_of_an_input_is_found_whichever_part_reads_it(
     assert (codes, out.exists()) == ([0, 0], False)
 
 
+def without_files(record: Path) -> None:
+    record.write_text(json.dumps({**json.loads(record.read_text()), "files": {}}))
+
+
 HARMS: dict[str, Callable[[Path], None]] = {
     "no staged output": lambda there: (there / parts.STAGED).unlink(),
     "a record cut short": lambda there: (there / "1-of-2.json").write_text('{"files"'),
-    "a record of nothing": lambda there: (there / "1-of-2.json").write_text('{"done": true, "files": {}}'),
+    "a record of nothing": lambda there: without_files(there / "1-of-2.json"),
     "a plan that is none": lambda there: (there / parts.PLAN).write_text("[]"),
 }
 
@@ -394,6 +424,30 @@ def test_parts_at_once_and_twice_make_one_output(large: tuple[Path, bytes], tmp_
     failed = [err for each, err in zip(running, said, strict=True) if each.returncode]
     assert all("already exists" in err for err in failed), failed
     assert ckpttool.digest(tmp_path / "out.pt") == ckpttool.digest(source.parent / "out.pt")
+
+
+def test_a_part_that_outlives_its_place_does_not_count_in_the_next(
+    folders: tuple[Path, Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it wrote went away with the place, so its record says nothing of the new one."""
+    alone, divided = folders
+    assert run(cli, JOBS["cast"], alone).code == 0
+    note = parts.Parts.note
+
+    def late(part: parts.Parts, *, done: bool = False) -> None:
+        monkeypatch.undo()
+        monkeypatch.chdir(alone.parent)
+        shutil.rmtree(parts.folder_of(str(divided / "out.safetensors")))
+        monkeypatch.chdir(here)
+        assert run(cli, JOBS["cast"], divided, "--part", "2/2").code == 0
+        note(part, done=done)
+
+    here = os.getcwd()
+    monkeypatch.setattr(parts.Parts, "note", late)
+    run(cli, JOBS["cast"], divided, "--part", "1/2")
+    assert not (divided / "out.safetensors").exists()
+    assert run(cli, JOBS["cast"], divided, "--part", "1/2").code == 0
+    assert contents(divided) == contents(alone)
 
 
 def test_a_full_disk_in_one_part_leaves_the_others(folders: tuple[Path, Path], cli: Cli) -> None:

@@ -318,14 +318,18 @@ def rank_of_torchrun() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _this_part(_: click.Context, __: click.Parameter, given: str | None) -> object:
+def _this_part(ctx: click.Context, __: click.Parameter, given: str | None) -> object:
     """Return the part that was named, or that torchrun has started this process for."""
     from ..files.parts import Part
+    from ..remote.places import visit
 
     rank, count = rank_of_torchrun()
     if given is None and count > 1:
         given = f"{rank + 1}/{count}"
-    return None if given is None else Part.parse(given)
+    if given is None:
+        return None
+    ctx.with_resource(visit())  # which knows of all files that the part reads
+    return Part.parse(given)
 
 
 part_option = option(

@@ -26,7 +26,7 @@ from .resuming import OLD, PART, Attempt, Written, begin_of, temporary_name, wri
 
 FOLDER = f"{PART}s"  # `.NAME.ckpttool.parts` holds what follows, and a record of each part
 STAGED, PLAN = f"staged{PART}", "plan.json"
-FINISH, COUNT, WORDS = "finish", "number of parts", "words"
+FINISH, COUNT, WORDS, BEGUN = "finish", "number of parts", "words", "begun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,6 @@ class Parts(Attempt):
             part = Part(0, Part.parse(f"1/{plan_of(path).get(COUNT)}").count)
         self._path, self.part, self._sizes, self.computed = path, part, sizes, True
         self._record = self._in_folder(f"{part.number}-of-{part.count}.json")
-        self._plan = ""
         self._all: list[dict[str, Any]] | None = None  # the records of all parts, where this process finishes
         self._is_claimed = True
         try:
@@ -141,7 +140,7 @@ class Parts(Attempt):
             from .commit import not_writable
 
             raise not_writable(path, error) from error
-        before = _found(self._record) or {}
+        before = self._recorded(part.number) or {}
         self._begin(before)
         self.is_written = not part.number or bool(before.get("done"))
 
@@ -153,11 +152,15 @@ class Parts(Attempt):
         os.makedirs(self._folder, 0o700, exist_ok=True)  # the inputs may be private
         place = self._in_folder(PLAN)
         if (begun := _found(place)) is None:
-            write_record(self._new(place), place, {**plan, WORDS: words}, exclusive=True)
+            first = {**plan, WORDS: words, BEGUN: os.urandom(8).hex()}
+            write_record(self._new(place), place, first, exclusive=True)
             begun = _found(place) or {}
-        if differing := next((what for what in plan if begun.get(what) != plan[what]), None):
+        known = [what for what in {**begun, **plan} if what not in (WORDS, BEGUN)]
+        if differing := next((what for what in known if begun.get(what) != plan.get(what)), None):
             what = f"{self._path}: is being written in parts of another plan: the {differing} differs"
             raise UsageFault(what, hint=f"finish that with its own command, or {_again(self._folder)}")
+        # Where the place was removed and begun anew, a part of before has written into a file that is gone.
+        self._plan = str(begun.get(BEGUN))
 
     def _stage(self) -> None:
         """Make each staged file, with its size, unless it is there."""
@@ -175,9 +178,13 @@ class Parts(Attempt):
         system.sync_folder(self._folder)
 
     def _records(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the record of each part."""
-        for number in range(1, self.part.count + 1):
-            yield _found(self._in_folder(f"{number}-of-{self.part.count}.json"))
+        """Return the record of each part."""
+        return map(self._recorded, range(1, self.part.count + 1))
+
+    def _recorded(self, number: int) -> dict[str, Any] | None:
+        """Return the record of a part; None where it has none, or one of before all was begun anew."""
+        found = _found(self._in_folder(f"{number}-of-{self.part.count}.json"))
+        return found if found and found.get("plan") == self._plan else None
 
     def _new(self, path: str) -> str:
         return f"{path}.{os.urandom(6).hex()}"

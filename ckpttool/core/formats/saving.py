@@ -27,7 +27,7 @@ from ..files.threads import Progress
 from ..inert_pickle.values import OrderedDict_
 from ..lazy import needing_torch, np
 from ..remote import urls
-from ..remote.places import versions
+from ..remote.places import shared_versions, versions
 from ..remote.store import TRAFFIC
 from ..tensors.ref import DTYPES, Computed, Source, Storage, TensorRef
 from ..words import first_few
@@ -178,7 +178,8 @@ class SavePlan:
         """Write a part; put all in place if it is the last."""
         self._require_divisible()
         with Checksums(self.checkpoint, self.used if is_compared else ()) as checksums:
-            opened = {source.path: source.shared_version for source in self.sources}
+            # Rules and settings make the output too, though no byte is copied from them.
+            opened = shared_versions() | {source.path: source.shared_version for source in self.sources}
             plan, sizes = self._planned(checksums, sorted(opened.values(), key=repr))
             facts: dict[str, object] = {"version of ckpttool": __version__, "command": self.options.recipe}
             facts |= {f"input {path}": repr(version) for path, version in sorted(opened.items())}

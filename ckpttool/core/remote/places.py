@@ -39,6 +39,7 @@ class Visit:
         self.next: dict[str, None] = {}  # to be opened when some of `before` were handed out
         self.before: set[str] = set()
         self.versions: set[str] = set()  # of all opened files and objects, as text
+        self.shared_versions: dict[str, tuple[object, ...]] = {}  # by path, for all machines
 
     def store(self, url: str) -> tuple[Store, str]:
         """Return the store of a URL, and the key in it."""
@@ -200,6 +201,7 @@ def open_source_at(path: str, *, shown: str | None = None) -> Source:
         source.path = shown or path
     if (current := current_visit.get()) is not None:
         current.versions.add(repr(source.version))
+        current.shared_versions[source.path] = source.shared_version
     return source
 
 
@@ -215,6 +217,12 @@ def versions() -> list[str]:
     """Return the versions of all files and objects that the current visit has opened."""
     current = current_visit.get()
     return sorted(current.versions) if current else []
+
+
+def shared_versions() -> dict[str, tuple[object, ...]]:
+    """Return the same by path, as all machines see them that share the files."""
+    current = current_visit.get()
+    return {**current.shared_versions} if current else {}
 
 
 def prepare(paths: Sequence[str]) -> None:
