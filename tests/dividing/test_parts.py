@@ -202,6 +202,14 @@ def test_a_part_of_another_plan_is_refused(
     assert run(cli, first, folders[1], "--part", "2/2").code == 0
 
 
+def test_parts_that_compare_checksums_go_with_none_that_do_not(tmp_path: Path, cli: Cli) -> None:
+    torch.save({"module.w": torch.randn(50_000)}, tmp_path / "in.pt")
+    words = ("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt")
+    assert cli(*words, "--no-verify", "--part", "1/2").code == 0
+    assert_says(cli(*words, "--part", "2/2"), 2, "parts of another plan")
+    assert cli(*words, "--no-verify", "--part", "2/2").code == 0
+
+
 def test_an_input_that_changed_between_two_parts_is_named(tmp_path: Path, cli: Cli) -> None:
     source, out = tmp_path / "in.pt", tmp_path / "out.pt"
     torch.save({"module.w": torch.ones(5000)}, source)

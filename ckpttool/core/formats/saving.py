@@ -147,7 +147,9 @@ class SavePlan:
 
     def _planned(self, checksums: Checksums, opened: object) -> tuple[str, dict[str, int]]:
         """Return the hash of all that makes the output, and the sizes of its files by name."""
-        plan, sizes = Planned((self.options.recipe, opened, checksums.in_a_row)), dict[str, int]()
+        # What was read without comparing it can't be compared later: reading it again would be another read.
+        reading = checksums.compares, checksums.in_a_row
+        plan, sizes = Planned((self.options.recipe, opened, *reading)), dict[str, int]()
         if self.format not in folders.NAMES:
             self._write(plan)
             return plan.hash.hexdigest(), {"": plan.position}
