@@ -139,6 +139,8 @@ class Room:
                     raise Refused(self.source.path, what)
                 self._spool.append(piece)
         except CkptToolError as fault:
+            # Its frames hold a buffer and a decoder, and this one holds it: a command collects no cycles.
+            fault.__traceback__ = fault.__context__ = None
             wrong = fault
         return ByteRange(inside, start, inside.size - start), wrong
 

@@ -345,6 +345,18 @@ def test_60_mb_of_steps_take_seconds(tmp_path: Path) -> None:
         assert of(b"\x80\x02" + b"N0" * 30_000_000 + b"N.", tmp_path / "a.pkl").verdict == UNKNOWN
 
 
+def test_a_fault_keeps_no_buffer_until_a_collection(tmp_path: Path) -> None:
+    """A command collects no garbage, and a file may have thousands of damaged streams."""
+    (tmp_path / "a.gz").write_bytes(gzip.compress(os.urandom(5000))[:4000])
+    gc.collect()
+    gc.disable()
+    try:
+        assert one(tmp_path / "a.gz").verdict == UNREADABLE
+        assert [each for each in gc.get_objects() if isinstance(each, unpacking.Damaged)] == []
+    finally:
+        gc.enable()
+
+
 # Storages of torch.
 
 

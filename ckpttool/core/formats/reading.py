@@ -112,7 +112,7 @@ def _open(name: str) -> Checkpoint:
 def _open_alone(name: str) -> Checkpoint:
     if is_folder(name):
         only = _only_file(name)
-        return _open_in(name, name) if only is None else _open_alone(only)
+        return _open_in(name, name) if only is None or is_folder(only) else _open_alone(only)
     if os.path.basename(name) == METADATA or name.endswith(INDEX):
         return _open_in(name, os.path.dirname(name) or ".")
     if old := set_aside(name):

@@ -555,3 +555,12 @@ def test_the_command_that_unpacks_a_file_unpacks_it(name: str, cli: Cli, here: P
     made = next(path for path in Path().iterdir() if path.name != name)
     assert made.read_bytes() == raw
     assert cli("inspect", made).code == 0
+
+
+def test_a_folder_that_leads_into_itself_ends(cli: Cli, here: Path) -> None:
+    for name in ("adapter_model.safetensors", "model.safetensors"):
+        folder = Path(name).with_suffix(".d")
+        folder.mkdir()
+        (folder / name).symlink_to(".")
+        ran = cli("inspect", folder)
+        assert_says(ran, 3, f"{folder}: is a folder without the index of a checkpoint")
