@@ -30,7 +30,7 @@ class PlannedPart:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DividedCommand:
     """A command of ckpttool that is carried out in parts, on one machine or many that share a folder."""
 
     command: tuple[str, ...]
@@ -54,7 +54,7 @@ class Plan:
         return whole or _run([*self.command, "--part", "finish"])
 
 
-def plan(command: str, *paths: str, **settings: Any) -> Plan:
+def plan(command: str, *paths: str, **settings: Any) -> DividedCommand:
     """Return the plan of a command that writes one output.
 
     Args:
@@ -76,7 +76,7 @@ def plan(command: str, *paths: str, **settings: Any) -> Plan:
         flag = f"--{name.replace('_', '-')}"
         for each in value if isinstance(value, list | tuple) else [value]:
             words += [flag] if each is True else [] if each in (None, False) else [flag, str(each)]
-    return Plan(tuple(words))
+    return DividedCommand(tuple(words))
 
 
 def _run(words: list[str]) -> Result:

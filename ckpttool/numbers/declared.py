@@ -42,7 +42,7 @@ KNOWN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class Declaration:
     """A tensor that is declared to be packed.
 
     Attributes:
@@ -132,7 +132,7 @@ def _dtype(parts: PackedParts, said: Mapping[str, Any]) -> Any:
     return DTYPES[name]
 
 
-def declared(checkpoint: Checkpoint, state: State) -> dict[str, Declared] | None:
+def declared(checkpoint: Checkpoint, state: State) -> dict[str, Declaration] | None:
     """Return the tensors of a state that are declared to be packed, by name; None where nothing declares any.
 
     Raises Damaged where the header's text is none of ComfyUI's, Unsupported for another version of it, and
@@ -145,9 +145,9 @@ def declared(checkpoint: Checkpoint, state: State) -> dict[str, Declared] | None
     if text is None and not marks:
         return None
     layers = _layers(checkpoint.path, text) if text is not None else {}
-    found = {name: Declared(name, said) for name, said in _named(checkpoint.path, layers, tensors)}
+    found = {name: Declaration(name, said) for name, said in _named(checkpoint.path, layers, tensors)}
     of_header = {name: each.said for name, each in found.items()}
-    return found | {name: Declared(name, of_header.get(name, {}), mark) for name, mark in marks.items()}
+    return found | {name: Declaration(name, of_header.get(name, {}), mark) for name, mark in marks.items()}
 
 
 def _layers(path: str, text: str) -> dict[str, Mapping[str, Any]]:

@@ -210,7 +210,7 @@ class Contents:
                 self._fault(inner, what, goes_on=True)
                 continue
             engine = unpacking.METHODS.get(record.compression)
-            stream = unpacking.Stream(record.name, engine) if engine else None
+            stream = unpacking.PackedStream(record.name, engine) if engine else None
             if record.name in numbers and not self._begins_as_array(record.data, stream):
                 continue
             if stream:
@@ -221,7 +221,7 @@ class Contents:
             numbers |= {folder + key for key in keys if "." not in key}
             storages += (folder,) if record.name.endswith(".pkl") else ()
 
-    def _begins_as_array(self, place: ByteRange, stream: unpacking.Stream | None) -> bool:
+    def _begins_as_array(self, place: ByteRange, stream: unpacking.PackedStream | None) -> bool:
         """Whether numpy.load opens a record, which it does whatever torch takes it for."""
         try:
             begin = next(unpacking.unpacked(place, stream, self.room.spend), b"") if stream else None
@@ -242,7 +242,7 @@ class Contents:
                 self.look(inner)
                 self._unpack(
                     part._replace(is_sure=False),
-                    unpacking.Stream(piece.name, unpacking.RAW_DEFLATE),
+                    unpacking.PackedStream(piece.name, unpacking.RAW_DEFLATE),
                     piece.data,
                 )
 
@@ -273,7 +273,7 @@ class Contents:
                 )
             self.look(part.inside("behind it", rest)._replace(is_open=False))
 
-    def _unpack(self, part: FilePart, stream: unpacking.Stream, place: ByteRange) -> bool:
+    def _unpack(self, part: FilePart, stream: unpacking.PackedStream, place: ByteRange) -> bool:
         """Look into what a stream unpacks to; return whether it is one."""
         inner, wrong = self.room.put(unpacking.unpacked(place, stream, self.room.spend))
         unpacked = part.inside(stream.name, inner)

@@ -67,7 +67,7 @@ WINDOW = 1 << 20
 MAX_PIECES = 10_000  # records of a zip without a sound directory
 
 
-class Stream(NamedTuple):
+class PackedStream(NamedTuple):
     """A compressed stream that a loader would open."""
 
     name: str
@@ -76,21 +76,21 @@ class Stream(NamedTuple):
     skipped: int = 0  # bytes before it
 
 
-def streams_of(head: bytes) -> list[Stream]:
+def streams_of(head: bytes) -> list[PackedStream]:
     """Return the compressed streams that bytes may begin, by the rules of the loaders that open them."""
-    if found := [Stream(name, engine) for begin, name, engine in STREAMS if head.startswith(begin)]:
+    if found := [PackedStream(name, engine) for begin, name, engine in STREAMS if head.startswith(begin)]:
         return found
     if head.startswith(JOBLIB_ZLIB):
         try:
             int(head[len(JOBLIB_ZLIB) : JOBLIB_HEADER], 16)
         except ValueError:
             return []
-        return [Stream("zlib", ZLIB, skipped=JOBLIB_HEADER + (head[JOBLIB_HEADER:][:1] == b" "))]
+        return [PackedStream("zlib", ZLIB, skipped=JOBLIB_HEADER + (head[JOBLIB_HEADER:][:1] == b" "))]
     is_usual = head.startswith(USUAL)
     if _begins_zlib(head):
-        found.append(Stream("zlib", ZLIB, is_usual))
+        found.append(PackedStream("zlib", ZLIB, is_usual))
     if _begins_lzma_alone(head):
-        found.append(Stream("lzma", LZMA_ALONE, is_usual))
+        found.append(PackedStream("lzma", LZMA_ALONE, is_usual))
     return found
 
 
@@ -157,7 +157,7 @@ class _Broken(Exception):
         self.is_whole = is_whole
 
 
-def unpacked(place: ByteRange, stream: Stream, spend: Callable[[int], None]) -> Iterator[bytes]:
+def unpacked(place: ByteRange, stream: PackedStream, spend: Callable[[int], None]) -> Iterator[bytes]:
     """Yield what a stream unpacks to, and the streams behind it.
 
     Raises Damaged where it is damaged, Unsupported where loaders may go on, and what `spend` raises.
@@ -183,7 +183,7 @@ def unpacked(place: ByteRange, stream: Stream, spend: Callable[[int], None]) -> 
 
 
 def _pieces(
-    place: ByteRange, stream: Stream, spend: Callable[[int], None], exact_from: int | None
+    place: ByteRange, stream: PackedStream, spend: Callable[[int], None], exact_from: int | None
 ) -> Iterator[bytes]:
     """Yield what streams unpack to, from some byte on one by one. Raises _Broken, Damaged, Unsupported."""
     place = place.part(min(stream.skipped, place.nbytes), max(0, place.nbytes - stream.skipped))

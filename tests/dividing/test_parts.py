@@ -327,7 +327,7 @@ def test_a_place_that_was_tampered_with_is_no_output(
     assert not (folders[1] / "out.safetensors").exists()
 
 
-# Parts that are written twice, late, or not at all
+# OutputParts that are written twice, late, or not at all
 
 
 def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], cli: Cli) -> None:
@@ -339,7 +339,7 @@ def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], c
     assert_says(cli("finish", out), 1, f"error: {out}: lacks part 1/3, 3/3", "--part 1/3")
     assert run(cli, JOBS["cast to .pt"], divided, "--part", "1/3").code == 0
     with pytest.MonkeyPatch.context() as patch:  # the last part ends before it can finish
-        patch.setattr(parts.Parts, "waiting", lambda _: [1])
+        patch.setattr(parts.OutputParts, "waiting", lambda _: [1])
         assert run(cli, JOBS["cast to .pt"], divided, "--part", "3/3").code == 0
     assert not out.exists()
     assert cli("finish", out, "--json").json["output"] == str(out)
@@ -440,9 +440,9 @@ def test_a_part_that_outlives_its_place_does_not_count_in_the_next(
     """What it wrote went away with the place, so its record says nothing of the new one."""
     alone, divided = folders
     assert run(cli, JOBS["cast"], alone).code == 0
-    note = parts.Parts.note
+    note = parts.OutputParts.note
 
-    def late(part: parts.Parts, *, done: bool = False) -> None:
+    def late(part: parts.OutputParts, *, done: bool = False) -> None:
         monkeypatch.undo()
         monkeypatch.chdir(alone.parent)
         shutil.rmtree(parts.folder_of(str(divided / "out.safetensors")))
@@ -451,7 +451,7 @@ def test_a_part_that_outlives_its_place_does_not_count_in_the_next(
         note(part, done=done)
 
     here = os.getcwd()
-    monkeypatch.setattr(parts.Parts, "note", late)
+    monkeypatch.setattr(parts.OutputParts, "note", late)
     run(cli, JOBS["cast"], divided, "--part", "1/2")
     assert not (divided / "out.safetensors").exists()
     assert run(cli, JOBS["cast"], divided, "--part", "1/2").code == 0

@@ -20,7 +20,7 @@ from .console import Console
 from .failure import Call
 
 if TYPE_CHECKING:
-    from ..files.parts import Part
+    from ..files.parts import OutputPart
 
 TWO_COLUMNS = 60  # of a terminal from which on options stand beside their meaning
 
@@ -320,7 +320,7 @@ def rank_of_torchrun() -> tuple[int, int]:
 
 def _this_part(ctx: click.Context, __: click.Parameter, given: str | None) -> object:
     """Return the part that was named, or that torchrun has started this process for."""
-    from ..files.parts import Part
+    from ..files.parts import OutputPart
     from ..remote.places import visit
 
     rank, count = rank_of_torchrun()
@@ -329,7 +329,7 @@ def _this_part(ctx: click.Context, __: click.Parameter, given: str | None) -> ob
     if given is None:
         return None
     ctx.with_resource(visit())  # which knows of all files that the part reads
-    return Part.parse(given)
+    return OutputPart.parse(given)
 
 
 part_option = option(
@@ -365,7 +365,7 @@ class WriteJob:
     dry_run: bool = False
     force: bool = False
     resume: bool = False
-    part: Part | None = None
+    part: OutputPart | None = None
 
     def saving(self) -> dict[str, Any]:
         """Return the arguments of `formats.save`."""

@@ -30,14 +30,14 @@ FINISH, COUNT, WORDS, BEGUN = "finish", "number of parts", "words", "begun"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """One of `count` parts, from 1. Number 0 writes none and finishes, of as many as there are."""
 
     number: int
     count: int
 
     @classmethod
-    def parse(cls, text: str) -> Part:
+    def parse(cls, text: str) -> OutputPart:
         """Return the part that `3/16` or `finish` names. Raises UsageFault for anything else."""
         if text == FINISH:
             return cls(0, 0)
@@ -96,7 +96,7 @@ def _again(folder: str) -> str:
     return f"begin again: rm -r {shlex.quote(folder)}"
 
 
-class Parts(Attempt):
+class OutputParts(Attempt):
     """The place where the parts of one output meet.
 
     Attributes:
@@ -107,7 +107,7 @@ class Parts(Attempt):
     def __init__(
         self,
         path: str,
-        part: Part,
+        part: OutputPart,
         plan: Mapping[str, Any],
         sizes: Mapping[str, int],
         words: Sequence[str] = (),
@@ -128,7 +128,7 @@ class Parts(Attempt):
         target, self._folder = system.real(path), folder_of(path)
         self._target, self.place = target, self._in_folder(STAGED)
         if not part.number:
-            part = Part(0, Part.parse(f"1/{plan_of(path).get(COUNT)}").count)
+            part = OutputPart(0, OutputPart.parse(f"1/{plan_of(path).get(COUNT)}").count)
         self._path, self.part, self._sizes, self.computed = path, part, sizes, True
         self._record = self._in_folder(f"{part.number}-of-{part.count}.json")
         self._all: list[dict[str, Any]] | None = None  # the records of all parts, where this process finishes

@@ -18,7 +18,7 @@ from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.optimizer_view import OptimizerView
 from ..checkpoint.state import State
 from ..files import digest
-from ..files.parts import Part
+from ..files.parts import OutputPart
 from ..files.threads import Progress
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..inert_pickle.values import walk
@@ -154,7 +154,7 @@ class SaveOptions:
     device: str | None = None
     progress: Progress | None = None
     expect: Progress | None = None
-    part: Part | str | None = None
+    part: OutputPart | str | None = None
     words: Sequence[str] = ()
     resume: bool = False
     recipe: str = ""

@@ -21,7 +21,7 @@ from ..checkpoint.checksums import Checksums, each_once, reads_of, require_made
 from ..checkpoint.module_tree import declares_packing
 from ..checkpoint.special_tensors import require_plain
 from ..files.copying import DryOutput, Output, Planned
-from ..files.parts import Part, Parts
+from ..files.parts import OutputPart, OutputParts
 from ..files.resuming import Attempt
 from ..files.threads import Progress
 from ..inert_pickle.values import OrderedDict_
@@ -113,7 +113,7 @@ class SavePlan:
         """Write, and compare what was read and written before it takes its place."""
         require_made(self.used)
         is_compared = not dry_run if verify is None else verify
-        if isinstance(part := self.options.part, Part) and not dry_run:
+        if isinstance(part := self.options.part, OutputPart) and not dry_run:
             return self._in_parts(part, is_compared, values=bool(verify))
         is_announced = self.format in (shards.SAFETENSORS, shards.TORCH)  # as they are written
         if not (dry_run or is_announced or all(source.is_local for source in self.sources)):
@@ -142,7 +142,7 @@ class SavePlan:
 
     def _opened(self, file: BinaryIO, attempt: Attempt | None, checksums: Checksums) -> Output:
         written = attempt.written(file) if attempt else None
-        announce = urls.expect_ranges if isinstance(attempt, Parts) else None
+        announce = urls.expect_ranges if isinstance(attempt, OutputParts) else None
         return Output(file, self.options.progress, written, checksums.in_a_row, announce)
 
     def _planned(self, checksums: Checksums, opened: object) -> tuple[str, dict[str, int]]:
@@ -176,7 +176,7 @@ class SavePlan:
             TRAFFIC.remark(f"{self.path}: {'gone on with' if attempt.is_resumed else begun}")
         return attempt
 
-    def _in_parts(self, part: Part, is_compared: bool, *, values: bool) -> destination.Saved:
+    def _in_parts(self, part: OutputPart, is_compared: bool, *, values: bool) -> destination.Saved:
         """Write a part; put all in place if it is the last."""
         self._require_divisible()
         with Checksums(self.checkpoint, self.used if is_compared else ()) as checksums:
@@ -185,7 +185,7 @@ class SavePlan:
             plan, sizes = self._planned(checksums, sorted(opened.values(), key=repr))
             facts: dict[str, object] = {"version of ckpttool": __version__, "command": self.options.recipe}
             facts |= {f"input {path}": repr(version) for path, version in sorted(opened.items())}
-            parts = Parts(self.path, part, {**facts, "plan": plan}, sizes, self.options.words)
+            parts = OutputParts(self.path, part, {**facts, "plan": plan}, sizes, self.options.words)
             parts.require_place(force=self.place.force)
             checksums.take(parts.seen)
             if not parts.is_written:
@@ -219,7 +219,7 @@ class SavePlan:
         if reason:
             raise UsageFault(f"{self.path}: {reason}", hint="leave out --part, or torchrun")
 
-    def _write_part(self, parts: Parts, checksums: Checksums) -> None:
+    def _write_part(self, parts: OutputParts, checksums: Checksums) -> None:
         def opened(file: BinaryIO) -> Output:
             return self._opened(file, parts, checksums)
 
@@ -470,7 +470,7 @@ def save(
     require_checkpoint("save", checkpoint)
     options = destination.SaveOptions(**more)
     if isinstance(options.part, str):
-        options = replace(options, part=Part.parse(options.part))
+        options = replace(options, part=OutputPart.parse(options.part))
     named = OutputPlace.at(path, force, options.needed, checkpoint)
     if options.part and (named.path == "-" or urls.is_url(named.path)):
         what = f"{named.path}: is no place where parts can meet"

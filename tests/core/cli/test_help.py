@@ -25,7 +25,7 @@ from ckpttool import __version__
 from ckpttool.core.checkpoint.prefixes import WRAPPERS
 from ckpttool.core.cli import SECTIONS, group
 from ckpttool.core.cli.options import FORMATS
-from ckpttool.core.files.parts import Parts
+from ckpttool.core.files.parts import OutputParts
 from ckpttool.core.formats import destination, folders
 from ckpttool.core.tensors import cast
 from tests.ranks import shardings
@@ -112,7 +112,7 @@ def prepare_ranks(folder: Path, run_ranks: Any) -> None:
 def leave_unfinished(cli: Any, output: str) -> None:
     """Write the only part of an output, without what the last part does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parts, "finishing", lambda _: contextlib.nullcontext(False))
+        patch.setattr(OutputParts, "finishing", lambda _: contextlib.nullcontext(False))
         assert cli("convert", "base.safetensors", output, "--part", "1/1").code == 0
 
 
