@@ -139,6 +139,8 @@ class OutputParts(Attempt):
         except OSError as error:
             from .commit import not_writable
 
+            if isinstance(error, FileNotFoundError) and os.path.lexists(target):
+                raise already_exists(path) from None  # another process has finished just now
             raise not_writable(path, error) from error
         before = self._recorded(part.number) or {}
         self._begin(before)
@@ -206,13 +208,13 @@ class OutputParts(Attempt):
         try:
             yield
         except OSError:
-            if not self.is_finished:
+            if not (self.is_finished and os.path.lexists(self._target)):
                 raise
 
     @property
     def is_finished(self) -> bool:
         """Whether another process has put the output in place, and taken the place of the parts away."""
-        return not os.path.isdir(self._folder)
+        return (_found(self._in_folder(PLAN)) or {}).get(BEGUN) != self._plan  # a late part begins another
 
     @property
     def nbytes(self) -> int:
