@@ -81,8 +81,8 @@ def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_ou
         "from train.config.sections import TrainConfig\n"
         f"with run_folder.claimed(TrainConfig.of(out={str(tmp_path)!r}).saving, 'now'):\n"
         "    child = os.fork()\n"
-        "    if not child: time.sleep(60)\n"
-        "    print(child, flush=True); time.sleep(60)"
+        "    if not child: print(os.getpid(), flush=True)\n"  # which has let go of the lock by now
+        "    time.sleep(60)"
     )
     rank = Program([sys.executable, "-c", code], ROOT, environment())
     child = int(rank.stdout.readline())
