@@ -82,6 +82,11 @@ COMMANDS = """
 0 inspect a.pt --html inspected.html
 0 rename-keys plain.safetensors renamed.safetensors --map ^layer=block
 0 convert plain.safetensors mapped.safetensors --map rules.toml
+0 convert a.pt parts.pt --dtype fp16 --part 2/2
+0 convert a.pt parts.pt --dtype fp16 --part 1/2
+2 finish parts.pt
+0 convert a.pt in-parts/ --shard-size 1MB --part 1/2
+0 convert a.pt in-parts/ --shard-size 1MB --part 2/2
 2 convert a.pt aux.safetensors
 2 convert a.pt NUL/ --to safetensors-sharded
 2 convert a.pt model.pt.
@@ -154,7 +159,7 @@ def test_both_halves_write_the_same_bytes(tmp_path: Path) -> None:
     usual = in_folder(inputs, tmp_path / "posix")
     other = in_folder(inputs, tmp_path / "windows", "windows")
     assert other == usual
-    assert len(usual) == 26
+    assert len(usual) == 30
     assert os.stat(tmp_path / "windows" / "run" / "step-1.pt").st_mtime_ns == 10**17
 
 
@@ -162,7 +167,7 @@ def test_both_halves_write_the_same_bytes(tmp_path: Path) -> None:
 def test_all_commands_end_as_they_should_on_windows(tmp_path: Path) -> None:
     (inputs := tmp_path / "inputs").mkdir()
     write_inputs(inputs)
-    assert len(in_folder(inputs, tmp_path / "windows", "itself")) == 26
+    assert len(in_folder(inputs, tmp_path / "windows", "itself")) == 30
 
 
 def test_both_halves_have_the_same_names() -> None:

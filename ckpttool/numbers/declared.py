@@ -243,10 +243,8 @@ def _rotation(parts: PackedParts, said: Mapping[str, Any], shape: Sizes) -> int:
 
 
 def _turned_back(numbers: Field, size: int) -> Field:
-    """Return rows whose groups were rotated by the Hadamard matrix that is its own inverse, as they were.
-
-    The matrix is made of blocks: ones less twice the reversed identity, over 2, once for each power of 4.
-    """
+    """Return rows whose groups were rotated by a Hadamard matrix, its own inverse, as they were before."""
+    # It is made of blocks: ones less twice the reversed identity, over 2, once for each power of 4.
 
     def read(begin: Sizes, box: Sizes) -> NDArray[Any]:
         first, end = begin[-1] // size * size, -(-(begin[-1] + box[-1]) // size) * size

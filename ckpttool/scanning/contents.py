@@ -167,11 +167,9 @@ class Contents:
     # Containers.
 
     def _zips(self, part: FilePart, *, is_zip: bool) -> bool:
-        """Look into a zip, or into several in a row; return whether it is one.
-
-        Python's zipfile reads what a directory at the end says, torch the same from another place, and both
-        more than a strict reader takes. So, unless that finds nothing odd, all records count that there are.
-        """
+        """Look into a zip, or into several in a row; return whether it is one."""
+        # Python's zipfile reads what a directory at the end says, torch the same from another place, both
+        # more than a strict reader takes. So, unless that finds nothing odd, all records count.
         try:
             self._zip(part, part.place)
         except CkptToolError as fault:

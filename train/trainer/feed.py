@@ -162,10 +162,7 @@ class Feed:
         return dataclasses.replace(step, global_size=samples)
 
     def _leave_out(self, step: Step) -> None:
-        """Count what could not be read, in the order of the data, once for all processes that tried to.
-
-        A collective; CheckFailed if that is most of what the epoch had so far.
-        """
+        """Count what could not be read, in the data's order; CheckFailed if it is most. A collective."""
         of_ranks = collectives.gather(self._damaged)
         found = dict.fromkeys(what for _, what in sorted(itertools.chain(*of_ranks)))
         new = [what for what in found if digest_of(what) not in self._known]

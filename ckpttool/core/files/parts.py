@@ -68,7 +68,8 @@ def plan_of(path: str) -> dict[str, Any]:
     """Return the plan of an output that is being written in parts. Raises UsageFault where there is none."""
     if (plan := _found(os.path.join(folder_of(path), PLAN))) is None:
         if os.path.exists(path):
-            raise UsageFault(f"{path}: is in place, and no part of it is left to finish")
+            what = f"{path}: is in place, and no part of it is left to finish"
+            raise UsageFault(what, hint=f"read all of it: ckpttool verify {shlex.quote(path)}")
         raise UsageFault(f"{path}: no part of it is here", hint="write its parts: --part 1/2, --part 2/2")
     return plan
 
@@ -88,7 +89,9 @@ def _found(path: str) -> dict[str, Any] | None:
 
 
 def _with_no_more(mode: int, fd: int) -> int:
-    os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & mode)
+    """Return a descriptor of a file that has no more permissions than `mode`."""
+    if system.HAS_OWNERS:
+        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & mode)
     return fd
 
 
@@ -132,7 +135,7 @@ class OutputParts(Attempt):
         self._path, self.part, self._sizes, self.computed = path, part, sizes, True
         self._record = self._in_folder(f"{part.number}-of-{part.count}.json")
         self._all: list[dict[str, Any]] | None = None  # the records of all parts, where this process finishes
-        self._is_claimed = True
+        self._is_claimed, self._is_forgotten = True, False
         try:
             self._agree({**plan, COUNT: part.count}, words)
             self._stage()
@@ -247,6 +250,8 @@ class OutputParts(Attempt):
             yield len(self._all) == self.part.count
         finally:
             os.close(lock)
+            if self._is_forgotten:  # Windows moves nothing that is open
+                self.forget()
 
     @property
     def sums(self) -> list[Mapping[str, Any]]:
@@ -289,6 +294,7 @@ class OutputParts(Attempt):
 
     def forget(self) -> None:
         """Remove the place, in one step: a part that comes late finds all of it or nothing."""
+        self._is_forgotten = True
         gone = temporary_name(self._target, OLD)
         with contextlib.suppress(OSError):
             os.rename(self._folder, gone)

@@ -386,15 +386,12 @@ def _begun(request: Any) -> None:
 
 
 def _followed(request: int, allowed: str | None, event: str, info: Mapping[str, Any]) -> None:
-    """Note when the wait for an answer begins and ends: httpx bounds only the wait for each byte.
-
-    Raises Fault where a connection leads nearer than is allowed.
-    """
+    """Note when the wait for an answer begins and ends; refuse a connection nearer than is allowed."""
     if allowed is not None and event.endswith("connect_tcp.complete"):
         address = info["return_value"].get_extra_info("server_addr")[0]
         if nearness(address) not in ("", allowed):
             raise too_near(address)
-    awaited: dict[int, float] = getattr(_of_thread, "awaited", {})
+    awaited: dict[int, float] = getattr(_of_thread, "awaited", {})  # httpx bounds the wait for a byte alone
     if event.endswith("receive_response_headers.started"):
         awaited[request] = time.monotonic()
     elif event.endswith("response_closed.started"):

@@ -451,8 +451,7 @@ class Transport:
         return Response(answer.status, answer.headers, b"", url, redirects, facts, near)
 
     def _follow(self, wanted: Wanted) -> tuple[BaseHTTPResponse, str, tuple[Mapping[str, str], ...], str]:
-        """Return the answer that is no redirect, the URL that gave it, the headers of those before, and how
-        near the first address was: no redirect leads nearer."""
+        """Return the answer that is no redirect, its URL, the headers before it, and the first nearness."""
         urls, private, near = [wanted.url], wanted.private, wanted.nearness
         passed: list[Mapping[str, str]] = []
         while True:
