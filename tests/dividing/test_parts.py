@@ -327,7 +327,23 @@ def test_a_place_that_was_tampered_with_is_no_output(
     assert not (folders[1] / "out.safetensors").exists()
 
 
-# OutputParts that are written twice, late, or not at all
+# Parts that are written twice, late, or not at all
+
+
+def test_a_staged_output_that_was_changed_is_begun_again(folders: tuple[Path, Path], cli: Cli) -> None:
+    alone, divided = folders
+    assert run(cli, JOBS["cast"], alone).code == 0
+    assert run(cli, JOBS["cast"], divided, "--part", "1/2").code == 0
+    staged = Path(parts.folder_of(str(divided / "out.safetensors"))) / parts.STAGED
+    with staged.open("r+b") as file:
+        file.seek(20_000)
+        file.write(b"other")
+    ran = run(cli, JOBS["cast"], divided, "--part", "2/2", "--verify")
+    assert_says(ran, 3, "does not read back as intended, and was not kept")
+    assert os.listdir(divided) == []
+    for number in (2, 1):
+        assert run(cli, JOBS["cast"], divided, "--part", f"{number}/2", "--verify").code == 0
+    assert contents(divided) == contents(alone)
 
 
 def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], cli: Cli) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ...errors import Unreadable, UsageFault, already_exists
+from ...errors import Damaged, Unreadable, UsageFault, already_exists
 from .. import system
 from .crc import Rows, rows_in
 from .resuming import OLD, PART, Attempt, Written, begin_of, temporary_name, write_record
@@ -290,7 +290,9 @@ class OutputParts(Attempt):
             super().count(nbytes)
 
     def give_up(self, error: BaseException) -> None:
-        """Keep all that is there: the same command goes on with it."""
+        """Keep all that is there, as the same command goes on with it, unless it is damaged."""
+        if isinstance(error, Damaged):
+            self.forget()
 
     def forget(self) -> None:
         """Remove the place, in one step: a part that comes late finds all of it or nothing."""
