@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -105,7 +105,15 @@ class _TensorsRead(DefaultSavePlanner):
         return found if known is None else loaded_tensor(*known)
 
 
-class _OneFile(FileSystemWriter):
+class Writer(FileSystemWriter):
+    """Torch's writer, but what it writes does not say where and when that was."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Return nothing known, in place of the folder's path and a random number."""
+        return StorageMeta()
+
+
+class _OneFile(Writer):
     """Writes one file, and forgets each tensor when it is written, which torch's writer does not."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
+import itertools
 import os
 import re
-import secrets
 import shutil
 import stat
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,7 +19,6 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from ckpttool.core import formats
@@ -32,6 +33,7 @@ from ckpttool.core.formats.reading import open_alone
 from ckpttool.core.system import sync_folder
 from ckpttool.core.tensors.ref import TensorRef
 from ckpttool.core.tensors.values import loaded_tensor
+from ckpttool.dcp.writing import Writer
 from ckpttool.deltas.header import base_of, chain, needed_by
 from ckpttool.deltas.reading import BaseMissing, DeltaLink, joined
 from ckpttool.deltas.writing import delta
@@ -90,7 +92,7 @@ def _write_first(state: dict[str, Any], path: str, placing: Placing, placed: lis
     with contextlib.ExitStack() as while_placed:
         try:
             with replacing(path) as file:
-                torch.save(state, file)
+                torch.save(_with_one_of_each_string(state), file)
                 file.flush()
                 os.fsync(file.fileno())
                 while_placed.enter_context(placing())
@@ -102,6 +104,21 @@ def _write_first(state: dict[str, Any], path: str, placing: Placing, placed: lis
     placed.append(os.path.basename(path))
     if failure:
         raise failure
+
+
+def _with_one_of_each_string(value: Any) -> Any:
+    """Return a value whose pickle does not depend on which strings were read from a file."""
+    if isinstance(value, str):
+        return sys.intern(value) if type(value) is str else value
+    if isinstance(value, dict):
+        made = copy.copy(value)  # of its type, and with its attributes
+        made.clear()
+        for key, item in value.items():
+            made[_with_one_of_each_string(key)] = _with_one_of_each_string(item)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_one_of_each_string, value))
+    return value
 
 
 def numbered(global_step: int, kind: str = "step", ending: str = ".pt") -> str:
@@ -368,7 +385,7 @@ def _opened(path: str) -> Checkpoint:
 # ---- parts -------------------------------------------------------------------------------------------
 
 # The checkpoint's file, as last.pt, then holds all but the tensors, and names the folder beside it, such as
-# `step-000120-3fa1.dcp`, and the SHA-256 of each file in it. So it alone says which state is the run's, and
+# `step-000120-0000.dcp`, and the SHA-256 of each file in it. So it alone says which state is the run's, and
 # is replaced at once, as any other; a folder that none of the run's files names is removed. The folder is a
 # checkpoint of torch.distributed.checkpoint by itself: `model`, `optimizer.state` and `ema.averages`, by
 # name.
@@ -407,7 +424,7 @@ class Parts:
     def __init__(self, tensors: dict[str, Any], folder: str, step: int) -> None:
         name = collectives.from_rank_zero(lambda: _new_name(folder, step))
         self.tensors, self.folder, self.path = tensors, folder, os.path.join(folder, name)
-        self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(self.path)
+        self._planner, self._writer = DefaultSavePlanner(), Writer(self.path)
         first = collectives.rank() == 0
         self._planner.set_up_planner(tensors, self._writer.storage_meta(), first)
         self._writer.set_up_storage_writer(first)
@@ -461,9 +478,8 @@ class Parts:
 
 
 def _new_name(folder: str, step: int) -> str:
-    while os.path.lexists(os.path.join(folder, name := f"step-{step:06d}-{secrets.token_hex(2)}.dcp")):
-        pass  # of the same step, saved before
-    return name
+    names = (f"step-{step:06d}-{number:04x}.dcp" for number in itertools.count())
+    return next(name for name in names if not os.path.lexists(os.path.join(folder, name)))
 
 
 # ---- reading --------------------------------------------------------------------------------------------

@@ -133,8 +133,13 @@ FREE = {
 # Compared by content, not by value: the same folder or file may be elsewhere now.
 COMPARED_BY_CONTENT = {"data", "test_data", "init", "init_allow_missing"}
 
-# Settings that no checkpoint records: its bytes are the same however it was written.
-HOW_TO_SAVE = {"save", "save_parts", "keep_deltas", "grace", *SOURCES}
+# Settings that no checkpoint records: its bytes say what was trained, not where, when, how it was started,
+# looked at or written.
+NOT_RECORDED = {
+    *("out", "resume", "force", "change", "stop_at", "max_time", "spawn", "workers", "timeout", "download"),
+    *("save", "save_every", "save_parts", "keep", "keep_deltas", "grace", "prove_every"),
+    *("every", "preview", "profile", "tracker", *SOURCES),
+}
 
 
 # How the settings of a group are called where ranks differ in them.
@@ -163,7 +168,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "progress": trainer.progress.state(),
         "plan": trainer.feed.state() | {"init": trainer.init, "judge": trainer.judge},
         "rng": collectives.gather(randomness.take()),
-        "config": {name: value for name, value in config.plain().items() if name not in HOW_TO_SAVE},
+        "config": {name: value for name, value in config.plain().items() if name not in NOT_RECORDED},
         "versions": versions(trainer.place.device),
         "log": collectives.gather(trainer.log.state()),
         "training": training_of(trainer),

@@ -33,7 +33,7 @@ from train.checkpoint import saver as saving
 from train.checkpoint.files import numbered
 from train.checkpoint.saver import Staging
 from train.config.flags import Every
-from train.main import steps_of_epoch
+from train.main import main, steps_of_epoch
 from train.run.run import Limits
 from train.trainer.trainer import Trainer
 
@@ -440,6 +440,25 @@ def test_a_checkpoint_records_the_progress_the_plan_and_the_versions(saved):
     }  # fmt: skip
     assert (state["plan"]["samples"], state["plan"]["world_size"], state["config"]["batch_size"]) == (8, 2, 4)
     assert (state["versions"]["torch"], state["scheduler"]["last_epoch"]) == (str(torch.__version__), 2)
+
+
+def test_the_bytes_of_a_checkpoint_say_what_was_trained_not_where_when_or_how(tmp_path, monkeypatch):
+    flags = [*"--data fake:12 --model resnet20 --epochs 2 --batch-size 4 --max-steps 5".split(), "--out"]
+    watched = "--save-every 1steps --keep 2 --timeout 9 --workers 1".split()
+    monkeypatch.setenv("TZ", "UTC")
+    assert main([*flags, str(tmp_path / "a")]) == 0
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert main([*flags, "b", *watched]) == 0
+    assert main([*flags, "c", "--stop-at", "2"]) == 0
+    assert main([*flags, "c", "--resume", "auto"]) == 0
+    folders = [tmp_path / "a", tmp_path / "else/b", tmp_path / "else/c"]
+    for name in ("last.pt", "best.pt"):
+        first, *others = [(folder / name).read_bytes() for folder in folders]
+        assert [other == first for other in others] == [True, True]
+        assert str(tmp_path).encode() not in first
 
 
 def test_the_random_state_of_every_rank_is_saved(saved):
