@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.core.cli.test_reference import CONTRACT
-from tests.dividing.test_parts import JOBS, inputs
 from tests.support.running import Cli
+from tests.support.writing_jobs import JOBS, inputs
 
 __all__ = ["inputs"]  # a fixture
 
@@ -33,11 +32,6 @@ JOBS = JOBS | {
 
 PREDICTIONS = {name: torch.arange(3) for name in ("index", "prediction", "label")}
 PREDICTIONS["loss"] = torch.ones(3, dtype=torch.float64)
-
-
-def test_every_command_that_writes_is_tried() -> None:
-    writing = {name for name, flags in CONTRACT.items() if {"--force", "--out"} & {*flags.split()}}
-    assert not writing - {words.split()[0] for words in JOBS.values()}
 
 
 @pytest.mark.parametrize("words", JOBS.values(), ids=JOBS)

@@ -443,8 +443,9 @@ def test_a_checkpoint_records_the_progress_the_plan_and_the_versions(saved):
 
 
 def test_the_bytes_of_a_checkpoint_say_what_was_trained_not_where_when_or_how(tmp_path, monkeypatch):
-    flags = [*"--data fake:12 --model resnet20 --epochs 2 --batch-size 4 --max-steps 5".split(), "--out"]
-    watched = "--save-every 1steps --keep 2 --timeout 9 --workers 1".split()
+    flags = ["--data", "fake:12", "--model", "resnet20", "--epochs", "2", "--batch-size", "4"]
+    flags += ["--max-steps", "5", "--out"]
+    watched = ["--save-every", "1steps", "--keep", "2", "--timeout", "9", "--workers", "1"]
     monkeypatch.setenv("TZ", "UTC")
     assert main([*flags, str(tmp_path / "a")]) == 0
     monkeypatch.setenv("TZ", "Asia/Tokyo")
