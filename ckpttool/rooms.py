@@ -34,6 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "proving": ("verifying",),
     "metrics": ("distributed",),
     "models": ("conforming", "mapping"),
+    "explaining": (),
     "dcp": (),
     "gguf": (),
     "onnx": (),
