@@ -268,7 +268,8 @@ def stalls(dumps: Sequence[RankDump], missing: Mapping[int, str]) -> list[Stall]
         groups.setdefault(call.group, {}).setdefault(call.rank, {}).setdefault(call.number, call)
     found = [stall for calls in groups.values() if (stall := judge.collectives(calls))]
     found += judge.pairs([call for dump in dumps for call in dump.calls if call.pair])
-    found.sort(key=lambda stall: not stall.is_root)
+    waits = {rank for rank, call in pending.items() if call}
+    found.sort(key=lambda stall: (not stall.is_root, len(waits & {*stall.ranks})))
     if found and not found[0].is_root:
         order = (
             "each waits for another: they call collectives of several groups, or send, in different orders"
@@ -387,18 +388,17 @@ class Judge:
         self, kind: str, lines: list[str], ranks: Sequence[int], waiting: Sequence[RecordedCall]
     ) -> Stall:
         """Return a verdict, with where one of the ranks is itself, and where the others wait for it."""
-        roots = [rank for rank in ranks if self.pending.get(rank) is None]
-        rank = next(iter(roots or ranks))
-        if rank in self.dumps:
+        place = (waiting[0].group, waiting[0].number)
+        own = {rank: self.pending.get(rank) for rank in ranks}
+        roots = [rank for rank, call in own.items() if not call or (call.group, call.number) == place]
+        if (rank := next(iter(roots or ranks))) in self.dumps:
             calls = self.dumps[rank].calls
-            at = self.pending[rank] or (calls[-1] if calls else None)
+            at = own[rank] or (calls[-1] if calls else None)
             where = f"waits in no collective; its last was {at.label}" if at else "has called no collective"
-            where = f"waits itself in {at.label}, {at.tensors}" if at and not roots else where
+            where = f"waits itself in {at.label}, {at.tensors}" if at and own[rank] else where
             lines += [f"rank {rank} {where}", *(_stack(at) if at else ())]
-        lines += [
-            f"waiting for it: {_ranks([call.rank for call in waiting])} in {waiting[0].label}",
-            *_stack(waiting[0]),
-        ]
+        who = _ranks([call.rank for call in waiting])
+        lines += [f"waiting for it: {who} in {waiting[0].label}", *_stack(waiting[0])]
         return _stall(kind, lines, ranks, waiting, is_root=bool(roots))
 
 

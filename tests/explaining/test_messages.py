@@ -177,7 +177,7 @@ def kinds_of(text: str | bytes) -> list[str]:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", RAISED)
 def test_an_error_that_is_raised_here_is_known_by_its_traceback_and_by_its_last_part(case: str) -> None:
     kind, raises = RAISED[case]
