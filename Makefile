@@ -49,6 +49,7 @@ docs: $(INSTALLED)  ## the generated parts of docs/; tests fail when one is stal
 	$(BIN)/python -m tests.train.trainer.test_exactness
 	$(BIN)/python -m tests.core.formats.test_format_table
 	$(BIN)/python -m tests.test_architecture
+	$(BIN)/python -m tests.explaining.test_messages
 	$(BIN)/python -m tests.test_reference_page
 
 map: $(INSTALLED)  ## what each file of the package is for

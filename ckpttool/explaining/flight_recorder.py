@@ -112,7 +112,7 @@ class Stall(Explanation):
 
 def is_dump(path: str) -> bool:
     """Return whether a path looks like a dump, or a folder of them, and not like a text."""
-    if is_folder(path) or re.search("(?:fr|nccl)_trace", os.path.basename(path)):
+    if is_folder(path) or re.search(r"trace_(?:rank_)?\d+(?:\.\w+)?$", path):
         return True
     source = open_source_at(path)
     start = source.read(0, min(source.size, 4096))

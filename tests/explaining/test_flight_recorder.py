@@ -9,7 +9,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.flight_recorder.components.builder import build_db
 from ckpttool.errors import CkptToolError
 from ckpttool.explaining.flight_recorder import Stall, read_dump, read_dumps, stalls
 from tests.ranks.forked import WarmPython
+from tests.support.recorder_dumps import RecordedProgram, programs, write_dumps
 from tests.support.running import Cli
 
 # ---- Recorded by gloo -----------------------------------------------------------------------------------
@@ -94,93 +95,15 @@ def test_ranks_that_all_came_wait_for_none(recorded: Callable[[str, int], list[P
 # ---- Made as NCCL's are ---------------------------------------------------------------------------------
 
 
-class Program:
-    """What one rank called, in order."""
-
-    def __init__(self, rank: int, groups: Mapping[str, Sequence[int]]) -> None:
-        self.rank, self.groups, self.entries = rank, groups, list[dict[str, Any]]()
-        self.numbers = dict.fromkeys(groups, 0)
-        self.numbers_p2p = dict.fromkeys(groups, 0)
-
-    def call(
-        self,
-        name: str = "all_reduce",
-        sizes: Sequence[int] = (3, 4),
-        state: str = "completed",
-        group: str = "0",
-        dtype: str = "Float",
-    ) -> Program:
-        is_p2p = name.startswith(("send", "recv"))
-        numbers = self.numbers_p2p if is_p2p else self.numbers
-        numbers[group] += 1
-        return self.put(name, sizes, state, group, dtype, is_p2p=is_p2p)
-
-    def put(
-        self, name: str, sizes: Sequence[int], state: str, group: str, dtype: str, *, is_p2p: bool
-    ) -> Program:
-        self.entries.append(
-            {
-                "frames": [
-                    {"name": "step", "filename": f"rank{self.rank}.py", "line": len(self.entries) + 1}
-                ],
-                "record_id": len(self.entries),
-                "pg_id": int(group),
-                "process_group": (group, "default_pg" if group == "0" else f"part {group}"),
-                "collective_seq_id": self.numbers[group],
-                "p2p_seq_id": self.numbers_p2p[group],
-                "op_id": len(self.entries) + 1,
-                "profiling_name": f"nccl:{name}",
-                "time_created_ns": 1_700_000_000_000 + len(self.entries),
-                "input_sizes": [] if name.startswith("recv") else [list(sizes)],
-                "output_sizes": [] if name.startswith("send") else [list(sizes)],
-                "input_dtypes": [] if name.startswith("recv") else [dtype],
-                "output_dtypes": [] if name.startswith("send") else [dtype],
-                "state": state,
-                "time_discovered_started_ns": None,
-                "time_discovered_completed_ns": None,
-                "retired": state == "completed",
-                "timeout_ms": 600_000,
-                "is_p2p": is_p2p,
-            }
-        )
-        return self
-
-    @property
-    def dump(self) -> dict[str, Any]:
-        config = {
-            name: {
-                "name": name,
-                "desc": "default_pg" if name == "0" else f"part {name}",
-                "ranks": str([*ranks]),
-            }
-            for name, ranks in self.groups.items()
-            if self.rank in ranks
-        }
-        return {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": self.entries}
+def judged(folder: Path, made: Sequence[RecordedProgram]) -> list[Stall]:
+    return stalls(*read_dumps(write_dumps(folder, made)))
 
 
-def programs(ranks: int, **groups: Sequence[int]) -> list[Program]:
-    every = {"0": range(ranks), **{name.removeprefix("g"): of for name, of in groups.items()}}
-    return [Program(rank, every) for rank in range(ranks)]
-
-
-def write(folder: Path, made: Sequence[Program]) -> list[str]:
-    paths = []
-    for each in made:
-        paths.append(str(folder / f"fr_trace_rank_{each.rank}"))
-        Path(paths[-1]).write_bytes(pickle.dumps(each.dump, protocol=2))
-    return paths
-
-
-def judged(folder: Path, made: Sequence[Program]) -> list[Stall]:
-    return stalls(*read_dumps(write(folder, made)))
-
-
-def one(folder: Path, made: Sequence[Program]) -> Stall:
+def one(folder: Path, made: Sequence[RecordedProgram]) -> Stall:
     return judged(folder, made)[0]
 
 
-def by_torch(made: Sequence[Program]) -> tuple[set[int], set[str]]:
+def by_torch(made: Sequence[RecordedProgram]) -> tuple[set[int], set[str]]:
     """Return the missing ranks, and the kinds of mismatches, by torch's own analysis."""
     details = {
         str(each.rank): {"rank": each.rank, "host_name": "", **copy.deepcopy(each.dump)} for each in made
@@ -205,24 +128,24 @@ def by_torch(made: Sequence[Program]) -> tuple[set[int], set[str]]:
     return {rank for each in found for rank in each.missing_ranks or ()}, wrong
 
 
-def lacking(made: list[Program]) -> None:
+def lacking(made: list[RecordedProgram]) -> None:
     for each in made:
         each.call()
         if each.rank != 2:
             each.call(state="started")
 
 
-def another_size(made: list[Program]) -> None:
+def another_size(made: list[RecordedProgram]) -> None:
     for each in made:
         each.call().call(sizes=(3, 4 + (each.rank == 2)), state="started")
 
 
-def another_type(made: list[Program]) -> None:
+def another_type(made: list[RecordedProgram]) -> None:
     for each in made:
         each.call().call(dtype="Half" if each.rank == 2 else "Float", state="started")
 
 
-def another_collective(made: list[Program]) -> None:
+def another_collective(made: list[RecordedProgram]) -> None:
     for each in made:
         each.call().call("broadcast" if each.rank == 2 else "all_reduce", state="started")
 
@@ -247,7 +170,7 @@ def another_collective(made: list[Program]) -> None:
     ],
 )
 def test_torchs_own_analysis_says_the_same(
-    work: Callable[[list[Program]], None], kind: str, said: str, torchs: str, tmp_path: Path
+    work: Callable[[list[RecordedProgram]], None], kind: str, said: str, torchs: str, tmp_path: Path
 ) -> None:
     made = programs(4)
     work(made)
@@ -302,7 +225,7 @@ def test_a_dump_that_is_empty_cut_short_or_none_counts_as_missing(
     made = programs(3)
     for each in made:
         each.call(state="started")
-    paths = write(tmp_path, made)
+    paths = write_dumps(tmp_path, made)
     Path(paths[1]).write_bytes(content)
     ran = cli("explain", *paths)
     assert ran.code == 0 and ran.out.startswith("no-dump: rank 1 has no dump that can be read: it is ")
@@ -398,7 +321,7 @@ def test_ring_exchanges_and_batches_that_end_are_no_stall(tmp_path: Path) -> Non
 
 def test_another_version_is_refused_by_name_and_a_rank_twice(tmp_path: Path, cli: Cli) -> None:
     made = programs(2)
-    (path, other) = write(tmp_path, made)
+    (path, other) = write_dumps(tmp_path, made)
     Path(path).write_bytes(pickle.dumps({**made[0].dump, "version": "1.5"}, protocol=2))
     with pytest.raises(CkptToolError, match=r"is of version 1.5 of the recorder"):
         read_dump(path)
@@ -448,7 +371,7 @@ def test_any_odd_value_is_refused_or_harmless(
     )
     where[data.draw(st.sampled_from(sorted(where)))] = data.draw(values())
     folder = tmp_path_factory.mktemp("odd")
-    paths = write(folder, made)
+    paths = write_dumps(folder, made)
     Path(paths[0]).write_bytes(pickle.dumps(dump))
     for stall in stalls(*read_dumps(paths)):
         assert isinstance(stall.message, str)
@@ -462,7 +385,7 @@ def test_hundreds_of_ranks_are_read_in_about_a_second(ranks: int, tmp_path: Path
             each.call()
         if each.rank != 1:
             each.call(state="started")
-    paths = write(tmp_path, made)
+    paths = write_dumps(tmp_path, made)
     started = time.perf_counter()
     (found,) = stalls(*read_dumps(paths))
     assert time.perf_counter() - started < 10  # on a machine that has other work

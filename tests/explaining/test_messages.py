@@ -33,9 +33,9 @@ from ckpttool.core.cli import group
 from ckpttool.explaining import messages
 from ckpttool.explaining.messages import explain, rules
 from tests.support.generated_page import generated, regenerate
+from tests.support.raised_errors import RAISED as OF_PAGES
+from tests.support.raised_errors import net
 from tests.support.running import ROOT, Cli
-from tests.test_docs import RAISED as OF_PAGES
-from tests.test_docs import net
 
 # ---- Raised here, by the libraries as they are installed ------------------------------------------------
 

@@ -45,6 +45,7 @@ ARGUMENTS = {
     "gather-metrics": "rank0.safetensors",
     "doctor": "last.pt --model net.py:make",
     "reload": "last.pt --model net.py:make",
+    "explain": "error.log",
     "schema": "inspect",
     "skill": "",
 }
@@ -71,6 +72,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.save({k: v for k, v in net.state_dict().items() if "num_" not in k}, folder / "old.pt")
     torch.save(net.state_dict(), folder / "plain.pt")
+    (folder / "error.log").write_text("RuntimeError: PytorchStreamReader failed reading zip archive\n")
     saved_predictions(folder, 1, 4)
     ckpttool.delta(folder / "old.pt", folder / "plain.pt", folder / "plain.delta.safetensors")
     return folder

@@ -33,6 +33,7 @@ from tests.support import report_files
 from tests.support.comparing import prefixed, saved_predictions
 from tests.support.dialects import GPT, random_state
 from tests.support.quantised import pair, save_adapter
+from tests.support.recorder_dumps import programs, write_dumps
 from tests.support.running import ROOT, Cli
 from train import main
 
@@ -62,6 +63,12 @@ def prepare(folder: Path, example: str) -> None:
     put("run.pt", lambda: trained("", net.parameters()))
     put("model.pt", lambda: prefixed(state, "backbone."))
     put("model.bin", lambda: state)
+    if "error.log" in example:
+        (folder / "error.log").write_text("RuntimeError: PytorchStreamReader failed reading zip archive\n")
+    if "fr_trace_rank" in example:
+        hanging = programs(2)
+        hanging[0].call(state="started")
+        write_dumps(folder, hanging)
     put("model.safetensors", lambda: state, save_file)
     put("other-side.safetensors", lambda: prefixed(state, "net."), save_file)
     put("ref.pt", lambda: prefixed(state, "net."))

@@ -46,6 +46,7 @@ CONTRACT = {
     "report": f"{WRITING} --no-values",
     "doctor": f"{READING} --model --like",
     "reload": f"{READING} --model --input-shape",
+    "explain": READING,
     "extract-lora": f"{READING} --dry-run --force --rank",
     "average": f"{READING} --dry-run --force --weights --method --base",
     "optimizer": f"{READING} --dry-run --force --to --model",
