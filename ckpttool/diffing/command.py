@@ -143,7 +143,7 @@ def _printed() -> Fields:
 )
 @options.state_option
 @options.no_verify_option
-@options.reading
+@options.reading_in_parts
 def diff(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **choices: Any) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 

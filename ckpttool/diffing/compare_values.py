@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core.files.copying import MOST_PIECES, is_tiny, read_together
+from ..core.files.findings import Findings, Told, shared, takes_small
 from ..core.files.threads import Progress, cores, cut, map_pieces
 from ..core.lazy import NDArray, np, shown_by
 from ..core.tensors.ref import REAL_TYPES, ByteRange, DType, TensorRef
@@ -55,7 +56,8 @@ def distances(
     # differ, at a distance of nothing.
     so_far = SAME
     left = _without_equal(pairs, progress)
-    for piece, found in map_pieces(_compare, _pieces(left, tolerance), cores(WORKERS)):
+    compare = shared(f"distance {tolerance}", _told, SAME, _packed, _unpacked)(_compare)
+    for piece, found in map_pieces(compare, _pieces(left, tolerance), cores(WORKERS)):
         if found is not SAME:
             so_far += found
         if progress and piece.nbytes:
@@ -70,7 +72,8 @@ def _without_equal(pairs: Iterable[TensorPair], progress: Progress | None) -> It
     """Yield pairs, but not small ones of equal bytes. Small ones may be very many, and are read together."""
     following = iter(pairs)
     while some := [*islice(following, MOST_PIECES)]:
-        tiny = {number: places for number, pair in enumerate(some) if (places := _tiny(pair))}
+        looked_at = some if takes_small() else ()
+        tiny = {number: places for number, pair in enumerate(looked_at) if (places := _tiny(pair))}
         mine, theirs = (read_together([places[side] for places in tiny.values()]) for side in (0, 1))
         equal = {n for n, x, y in zip(tiny, mine, theirs, strict=True) if x == y}
         if progress and equal:
@@ -117,6 +120,23 @@ def _pieces(pairs: Iterable[TensorPair], tolerance: Tolerance | None) -> Iterato
         for start, size in cut(a.nbytes, PIECE):
             both, first = (mine.part(start, size), theirs.part(start, size)), start // a.dtype.itemsize
             yield _Piece(pair, measure, both, first, size, start + size == a.nbytes)
+
+
+def _told(findings: Findings, piece: _Piece) -> Told:
+    """Return what the comparison of a piece falls to a part by, and what tells it from all others."""
+    sides = piece.plain or (piece.pair.a, piece.pair.b)
+    (by, one), (_, other) = (findings.told(side, piece.pair.name) for side in sides)
+    return by, f"{piece.pair.a.dtype.name} {piece.first}: {one}, {other}"
+
+
+def _packed(found: Distance) -> list[object]:
+    """Return a distance as JSON, which has no complex numbers."""
+    return [[each.real, each.imag] if isinstance(each, complex) else each for each in astuple(found)]
+
+
+def _unpacked(listed: list[Any]) -> Distance:
+    values: list[Any] = [complex(*each) if isinstance(each, list) else each for each in listed]
+    return found if (found := Distance(*values)) != SAME else SAME
 
 
 def _compare(piece: _Piece) -> Distance:
@@ -231,19 +251,30 @@ class Norms:
 
 def norms(pairs: Iterable[TensorPair]) -> Iterator[Norms | None]:
     """Yield the norms of pairs of tensors, in their order; memory holds a few pieces of 64 Ki elements."""
-    return (found for _, found in map_pieces(_norms, pairs, cores(WORKERS)))
+    total = Norms()
+    work = shared("norms", _told, Norms(), astuple, lambda listed: Norms(*map(float, listed)))(_norms)
+    for piece, found in map_pieces(work, _pieces(pairs, None), cores(WORKERS)):
+        total += found
+        if piece.is_last:
+            yield total if all(has_numbers(side.dtype) for side in piece.pair[1:3]) else None
+            total = Norms()
 
 
-def _norms(pair: TensorPair) -> Norms | None:
-    a, b = pair.a, pair.b
+def _norms(piece: _Piece) -> Norms:
+    a, b = piece.pair.a, piece.pair.b
     if not (has_numbers(a.dtype) and has_numbers(b.dtype)):
-        return None
+        return Norms()
     total, once = Norms(), repeated_once(a, b)
+    times = a.numel // (once[0].numel or 1)
+    if piece.plain:
+        count, times = (piece.nbytes // a.dtype.itemsize,), 1
+        x, y = (replace(each, shape=count, stride=(1,), offset=each.offset + piece.first) for each in (a, b))
+        once = x, y
     sides = (in_pieces(side, ELEMENTS * side.dtype.itemsize) for side in once)
     with np.errstate(all="ignore"):
         for x, y in zip(*sides, strict=True):
             total += _sums(_floats(a.dtype, x), _floats(b.dtype, y))
-    return total.times(a.numel // once[0].numel) if once[0].numel else total
+    return total.times(times)
 
 
 def _floats(dtype: DType, raw: bytes | bytearray) -> NDArray[Any]:

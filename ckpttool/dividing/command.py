@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ..core.cli import options
 from ..core.cli.console import Console
 from ..core.cli.rewriting import rewritten
+from ..core.cli.schemas import Fields
 
 
-@options.command("Convert", "Put the parts of an output in place", rewritten)
+def _printed() -> list[Fields]:
+    """Return what the command of the parts prints."""
+    from ..core.cli.program import SECTIONS
+
+    known = [each for commands in SECTIONS.values() for each in commands]
+    readers = [each for each in known if "parts_in" in [param.name for param in each.params]]
+    several: Fields = {"files": ([dict[str, object]], "of each file what the command prints of it")}
+    return [rewritten(), several, *(fields for each in readers for fields in each.printed())]
+
+
+@options.command("Convert", "Put the parts of an output in place", _printed)
 @click.argument("out", metavar="OUT", type=options.PATH)
 @options.reading
 def finish(console: Console, out: str) -> int:
@@ -18,6 +31,7 @@ def finish(console: Console, out: str) -> int:
     The command of the parts is run again, but writes none of them: it compares the checksums of the inputs
     with what all parts have read, writes the headers, and reads them back. A part that is missing is named,
     with exit code 1. A command with --model, which runs code, has to be given again, with --part finish.
+    Of a command that only reads, OUT is the folder of --parts-in, and its result is printed.
 
     \b
     Examples:
@@ -27,7 +41,8 @@ def finish(console: Console, out: str) -> int:
     from ..core.files import parts
     from ..errors import UsageFault
 
-    words = parts.plan_of(out).get(parts.WORDS)
+    result = os.path.join(out, parts.RESULT)  # of parts that only read
+    words = parts.plan_of(result if os.path.isdir(parts.folder_of(result)) else out).get(parts.WORDS)
     if not words or any(str(word).startswith("--model") for word in words):  # code that only the user names
         what = f"{out}: its plan does not say the command, as of one with a secret or with --model"
         raise UsageFault(what, hint=f"run the command of the parts again with --part {parts.FINISH}")

@@ -30,7 +30,7 @@ def _printed() -> Fields:
 @options.argument("paths", "PATH…", nargs=-1, required=True)
 @options.several("--allow PATTERN", "Names that count as harmless, e.g. 'sklearn.*'.")
 @options.flag("--sarif", "Print SARIF 2.1.0, which code scanning takes, instead of lines or JSON.")
-@options.reading
+@options.reading_in_parts
 def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif: bool) -> int:
     """Say what could run in files and folders when they are unpickled, without running it.
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import astuple
 from typing import NamedTuple
 
 from ..core.files.commit import reason
+from ..core.files.findings import Findings, Told, shared
 from ..core.remote.places import MOST_NAMES, folders_in, is_folder, listed, open_source_at, visit
 from ..core.remote.urls import canonical, is_url
-from ..core.tensors.ref import ByteRange
+from ..core.tensors.ref import ByteRange, Source
 from ..errors import CkptToolError
 from .contents import Contents, FilePart
-from .verdicts import Scanned, unreadable
+from .verdicts import SAFE, Scanned, unreadable
 
 PASSED_OVER = (".git",)  # folders whose objects are compressed copies of what lies beside them
 MAX_DEEP = 100  # folders in folders
@@ -142,12 +144,21 @@ def _scanned(path: str, allow: Collection[str]) -> Scanned:
         source = open_source_at(path)
     except CkptToolError as error:
         return unreadable(path, error.reason)
-    contents = Contents(source)
+
+    def look(source: Source) -> Scanned:
+        contents = Contents(source)
+        try:
+            contents.look(FilePart(ByteRange(source, 0, source.size)))
+        except OSError as error:  # of a disk, or of the temporary file
+            return unreadable(path, reason(error))
+        finally:
+            contents.room.close()
+        return Scanned.of(path, contents.names, tuple(contents.problems), contents.pickles, allow)
+
+    def told(now: Findings, source: Source) -> Told:
+        return path, f"{path} {now.version(source)}"
+
     try:
-        contents.look(FilePart(ByteRange(source, 0, source.size)))
-    except OSError as error:  # of a disk, or of the temporary file
-        return unreadable(path, reason(error))
+        return shared("scan", told, Scanned(path, SAFE), astuple, Scanned.told)(look)(source)
     finally:
         source.close()
-        contents.room.close()
-    return Scanned.of(path, contents.names, tuple(contents.problems), contents.pickles, allow)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 from urllib.parse import quote
 
 from ..core.inert_pickle.known_names import is_dangerous, names_that_run
@@ -104,6 +105,14 @@ class Scanned:
         if findings or any(problem.goes_on for problem in problems):
             verdict = DANGEROUS if any(finding.dangerous for finding in findings) else UNKNOWN
         return cls(path, verdict, findings, problems, pickles)
+
+    @classmethod
+    def told(cls, fields: list[Any]) -> Scanned:
+        """Return what was found from its fields, and theirs, in order. TypeError, ValueError for others."""
+        path, verdict, found, problems, pickles = fields
+        findings = (Finding(str(name), str(where), bool(bad)) for name, where, bad in found)
+        unseen = (ScanProblem(str(where), str(reason), bool(on)) for where, reason, on in problems)
+        return cls(str(path), str(verdict), (*findings,), (*unseen,), int(pickles))
 
 
 def _is_allowed(name: Global, allowed: Collection[str]) -> bool:

@@ -37,7 +37,7 @@ def _printed() -> Fields:
     "Count as problems names that could run, all but harmless ones, and records nothing refers to.",
 )
 @options.state_option
-@options.reading
+@options.reading_in_parts
 def verify(
     console: Console, files: tuple[str, ...], against: str | None, state: str | None, **flags: bool
 ) -> int:
@@ -115,7 +115,7 @@ DIGEST: Fields = {
 @options.files_argument
 @options.state_option
 @options.no_verify_option
-@options.reading
+@options.reading_in_parts
 def digest(console: Console, files: tuple[str, ...], state: str | None, no_verify: bool) -> int:
     """Print one SHA-256 for the names, types, shapes and values of the model in each FILE.
 

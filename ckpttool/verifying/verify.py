@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint, require_all
 from ..core.checkpoint.checksums import Checksums, expect, reads_of, tensors_that_differ, with_parts
@@ -18,7 +19,8 @@ from ..core.checkpoint.state import parts_beside
 from ..core.files import digest as hashing
 from ..core.files.commit import reason
 from ..core.files.copying import MOST_PIECES, is_tiny, read_together
-from ..core.files.threads import Progress, map_bytes
+from ..core.files.findings import Findings, Told, shared, takes_small
+from ..core.files.threads import BytesPiece, Progress, map_bytes
 from ..core.formats import folders
 from ..core.formats.pytorch import exported, zip_writer
 from ..core.formats.pytorch import zip as torch_zip
@@ -94,7 +96,10 @@ DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
 FREE_IN_ENTRY, FREE_AT_END = 8, 4
 
 
-def zip_frame(source: Source) -> tuple[list[tuple[str, str]], Counter[str]]:
+Frame = tuple[list[tuple[str, str]], Counter[str]]
+
+
+def zip_frame(source: Source) -> Frame:
     """Compare the bytes around the records of a zip with what they should be.
 
     Returns the faults, each with its record, and the numbers of bytes that nothing determines, by their kind.
@@ -266,7 +271,7 @@ class ByteCoverage:
         if not is_zip:
             self.free["contents"] += source.size - self._within[id(source)]
             return
-        faults, free = zip_frame(source)
+        faults, free = _shared_frame(zip_frame)(source)
         self.free.update(free)
         self.problems += [FileProblem("frame", f"record {name}", message) for name, message in faults]
         # Only a rank's file may refer to storages that no whole tensor uses.
@@ -292,11 +297,34 @@ class ByteCoverage:
             self._check_record(source, record)
 
     def _check_record(self, source: Source, record: ZipRecord) -> None:
-        intact = is_intact(source, record)
+        def told(now: Findings, record: ZipRecord) -> Told:
+            return now.told(record.data, "")
+
+        def check(record: ZipRecord) -> bool | None:
+            return is_intact(source, record)
+
+        nothing: bool | None = None
+        intact = shared("record", told, nothing)(check)(record)
         if intact is None:
             self.free["records"] += record.size
         if intact is False:
             self.problems.append(FileProblem("checksum", f"record {record.name}", MISMATCH))
+
+
+def _shared_frame(work: Callable[[Source], Frame]) -> Callable[[Source], Frame]:
+    """Return the check of a zip's frame, which one of several parts does."""
+
+    def told(now: Findings, source: Source) -> Told:
+        return source.path, now.version(source)
+
+    def pack(found: Frame) -> list[object]:
+        return [found[0], dict(found[1])]
+
+    def unpack(found: list[Any]) -> Frame:
+        return [(name, message) for name, message in found[0]], Counter(found[1])
+
+    nothing: Frame = [], Counter()
+    return shared("frame", told, nothing, pack, unpack)(work)
 
 
 def _referred(source: Source) -> set[int]:
@@ -458,7 +486,8 @@ def _parts(checkpoint: Checkpoint) -> list[FileProblem]:
     for name, digest in parts["files"].items():
         path = os.path.join(folder, os.path.basename(str(name)))
         try:
-            wrong = "" if sha256_of_file(path) == digest else "is not the part that was saved"
+            stated = shared("file", lambda _, path: (path, path), "", str, str)(sha256_of_file)(path)
+            wrong = "" if stated == digest else "is not the part that was saved"
         except OSError as error:
             wrong = f"can't be read: {reason(error)}"
         if wrong:
@@ -518,7 +547,14 @@ def _non_finite(
         kind = real_dtype(views[left[number]][0].dtype).name
         return sum(count_non_finite(kind, chunk) for chunk in chunks)
 
-    for piece, odd in map_bytes(work, [views[number][0] for number in left], PIECE, progress):
+    def of(now: Findings, piece: BytesPiece) -> Told:
+        view, _ = views[left[piece.number]]
+        by, told = now.told(piece.data, first_names[left[piece.number]])
+        return by, f"{real_dtype(view.dtype).name} {told}"
+
+    first_names = [some[0] for some in names.values()]
+    sharing = shared("not finite", of, 0, int, int)
+    for piece, odd in map_bytes(work, [views[number][0] for number in left], PIECE, progress, sharing):
         non_finite_counts[left[piece.number]] += odd
     counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
     named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
@@ -535,7 +571,7 @@ def _without_finite(tensors: Sequence[TensorRef], progress: Progress | None) -> 
             if isinstance(data, ByteRange) and is_tiny(data):
                 tiny.setdefault(real_dtype(tensors[number].dtype).name, {})[number] = data
         finite: set[int] = set()
-        for kind, places in tiny.items():
+        for kind, places in tiny.items() if takes_small() else ():
             found = b"".join(read_together([*places.values()]))
             if not count_non_finite(kind, memoryview(found)):
                 finite.update(places)

@@ -15,6 +15,8 @@ from typing import Any
 from ...errors import Damaged, RanksDiffer, Refused
 from ..files import digest
 from ..files.crc import combined, crc32, crc32_of
+from ..files.crc import joined as in_one
+from ..files.findings import Findings, Told, current, shared
 from ..files.threads import Progress, map_bytes
 from ..inert_pickle.values import TooDeep
 from ..lazy import hashlib
@@ -61,7 +63,16 @@ def _each_once(storages: Iterable[Named]) -> Iterator[Named]:
 
 def expect(storages: Iterable[Named]) -> None:
     """Announce that storages will be read, in this order, to those of their sources that are elsewhere."""
-    urls.expect(storage for _, storage in storages)
+    now = current.get()
+    urls.expect((storage for _, storage in storages) if now is None else _that_fall_here(storages, now))
+
+
+def _that_fall_here(storages: Iterable[Named], now: Findings) -> Iterator[Storage]:
+    """Yield what is read of storages by this part."""
+    for name, storage in () if now.joins else storages:
+        data = storage.data
+        for start, size in now.stretches(data, None if isinstance(data, ByteRange) else name):
+            yield storage if size == data.nbytes else Storage(data.part(start, size), storage.kind)
 
 
 def reads_of(storages: Iterable[Named]) -> Iterator[ByteRange]:
@@ -88,7 +99,8 @@ class Checksums:
         # reads what was not read: the bytes between views, and storages that were mapped. With `every`,
         # storages without a checksum are read too, or those that they are put together from.
         self._checkpoint = checkpoint
-        stating = [named for named in each_once(storages) if _is_summed(named[1], every)]
+        once = each_once(storages)
+        stating = [named for named in once if _is_summed(named[1], every)]
         self._named = [named for named in stating if named[1].digest is None]
         self._sums = _Sums([storage.crc32 for _, storage in self._named])
         self._digests = [_Digest(name, storage) for name, storage in stating if storage.digest is not None]
@@ -113,6 +125,12 @@ class Checksums:
         for source, of_digests in hashed.items():
             of_digests.sort(key=itemgetter(0, 1))
             self._observed.append((source.observers, partial(_hash, of_digests)))
+        self._shared = current.get()
+        if self._shared is not None:
+            # What others are made of is read where these are made.
+            self._below = {id(each) for _, storage in once for each in storage.origins}
+            told = (self._shared.told(storage.data, name)[1] for name, storage in stating)
+            self._shared.add_sums("\n".join(told), self)
 
     @property
     def compares(self) -> bool:
@@ -150,17 +168,23 @@ class Checksums:
         """
         for number in sorted(self._sums.wrong):
             raise unmatched(self._checkpoint, *self._named[number])
-        rows = {
-            number: [[at, end, crc] for at, (end, crc) in [*found.items()]]
-            for number, found in [*self._sums.parts.items()]
-        }
-        done = [number for number, is_done in enumerate(self._sums.done) if is_done]
-        return {"done": done, "rows": rows, "pieces": [sums.pieces() for sums in self._digests]}
+        return self.found()
+
+    def found(self, *, joined: bool = False) -> dict[str, object]:
+        """Return the same, whatever is wrong; `joined` with stretches that follow each other in one."""
+        sums, rows = self._sums, dict[int, list[list[int]]]()
+        for number, found in [*sums.parts.items()]:
+            each = [(at, end - at, crc) for at, (end, crc) in [*found.items()]]
+            rows[number] = [[at, at + size, crc] for at, size, crc in (in_one(each) if joined else each)]
+        done = [number for number, is_done in enumerate(sums.done) if is_done]
+        pieces = [each.pieces() for each in self._digests]
+        return {"done": done, "wrong": sorted(sums.wrong), "rows": rows, "pieces": pieces}
 
     def take(self, seen: Mapping[str, Any]) -> None:
         """Take what an earlier process, or that of another part, has summed of the same checkpoint."""
         for number in seen.get("done", ()):
             self._sums.done[number] = 1
+        self._sums.wrong.update(seen.get("wrong", ()))
         for number, rows in seen.get("rows", {}).items():
             self._sums.parts[int(number)].update({at: (end, crc) for at, end, crc in rows})
         for sums, pieces in zip(self._digests, seen.get("pieces", ()), strict=False):
@@ -177,7 +201,7 @@ class Checksums:
         sums = self._sums
         left = [number for number, is_done in enumerate(sums.done) if not is_done]
         sizes = [self._named[number][1].nbytes for number in left]
-        unread = [(n, *gap) for n, size in zip(left, sizes, strict=True) for gap in sums.gaps(n, size)]
+        unread = [(n, *gap) for n, size in zip(left, sizes, strict=True) for gap in self._gaps(n, size)]
         places = [self._named[number][1].data.part(start, end - start) for number, start, end in unread]
         crcs = [0] * len(places)
         read = map_bytes(lambda _, chunks: crc32_of(chunks), places, PIECE, progress) if places else ()
@@ -186,13 +210,25 @@ class Checksums:
         for (number, start, end), crc in zip(unread, crcs, strict=True):
             sums.parts[number][start] = end, crc
         for number, size in zip(left, sizes, strict=True):
-            if sums.stated[number] not in (None, sums.crc32(number, size)):
+            is_whole = self._shared is None or not any(sums.gaps(number, size))  # else others have the rest
+            if is_whole and sums.stated[number] not in (None, sums.crc32(number, size)):
                 sums.wrong.add(number)
         return sorted(sums.wrong)
 
+    def _gaps(self, number: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the end of each stretch that was not read, and that falls to this part."""
+        now, (name, storage) = self._shared, self._named[number]
+        by_name = name if now and (id(storage) in self._below or isinstance(storage.data, Computed)) else None
+        for start, end in self._sums.gaps(number, nbytes):
+            if now is None:
+                yield start, end
+                continue
+            for first, size in now.stretches(storage.data.part(start, end - start), by_name):
+                yield start + first, start + first + size
+
     def _unequal(self, progress: Progress | None) -> list[_Digest]:
         """Read what was not read, and return those with another digest."""
-        unread = [(sums, *gap) for sums in self._digests for gap in sums.unread()]
+        unread = [(each, *gap) for each in self._digests for gap in each.unread() if self._reads(each, *gap)]
 
         def work(number: int, chunks: Iterator[memoryview]) -> None:
             sums, at, _ = unread[number]
@@ -201,11 +237,16 @@ class Checksums:
                 at += len(chunk)
 
         places = [sums.storage.data.part(start, size) for sums, start, size in unread]
-        if not places:
-            return [sums for sums in self._digests if not sums.agrees()]
-        for _ in map_bytes(work, places, max((size for _, _, size in unread), default=PIECE), progress):
-            pass
-        return [sums for sums in self._digests if not sums.agrees()]
+        if places:
+            for _ in map_bytes(work, places, max(size for _, _, size in unread), progress):
+                pass
+        whole = (each for each in self._digests if self._shared is None or not any(each.unread()))
+        return [sums for sums in whole if not sums.agrees()]
+
+    def _reads(self, sums: _Digest, start: int, size: int) -> bool:
+        """Return whether a piece that was not seen is to be read by this part."""
+        place = sums.storage.data.part(start, size)
+        return self._shared is None or self._shared.falls_here(self._shared.told(place, sums.name)[0])
 
 
 @contextmanager
@@ -319,16 +360,31 @@ def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[
     """Return the error of each tensor in which the files of ranks differ, by dotted name."""
     replicated = {*checkpoint.ranks.replicated} if checkpoint.ranks else set[str]()
     found: dict[str, RanksDiffer] = {}
-    for name, tensor in checkpoint.tensors():
-        if name in replicated:
-            try:
-                for _ in stream(tensor):
-                    pass
-            except RanksDiffer as fault:
-                if verify:
-                    with Checksums(checkpoint, [(name, tensor.storage)]) as checksums:
-                        checksums.finish()
-                found[name] = fault
+
+    def is_same(named: tuple[str, TensorRef]) -> bool:
+        name, tensor = named
+        try:
+            for _ in stream(tensor):
+                pass
+        except RanksDiffer as fault:
+            if verify:
+                with Checksums(checkpoint, [(name, tensor.storage)]) as checksums:
+                    checksums.finish()
+            found[name] = fault
+        return name not in found
+
+    def read_again(same: bool) -> bool:
+        if not same:
+            raise ValueError("the error of a tensor that differs is made where it is told")
+        return same
+
+    def told(now: Findings, named: tuple[str, TensorRef]) -> Told:
+        return now.told(named[1], named[0])
+
+    is_shared = shared("same", told, True, bool, read_again)(is_same)
+    for named in checkpoint.tensors():
+        if named[0] in replicated:
+            is_shared(named)
     return found
 
 

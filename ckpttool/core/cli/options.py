@@ -106,7 +106,8 @@ class Command(click.Command):
         for each in self.additions:
             more = {f"{name}?": meaning for name, meaning in _made(each.prints).items() if name not in first}
             first = {**first, **more}
-        return [first, *others]
+        of_part = [PART] if "parts_in" in [param.name for param in self.params] else []
+        return [first, *others, *of_part]
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON Schema of what it prints with --json, also where it fails."""
@@ -114,6 +115,13 @@ class Command(click.Command):
 
         title = f"ckpttool {self.name} --json"
         return document(title, self.summary, self.printed(), several=self.several)
+
+
+# What one of several parts prints that is not the last
+PART = {
+    "part": (str, "which part of the reading was done, `3/16`"),
+    "waiting": (tuple[int, ...], "the numbers of the parts that are not done yet"),
+}
 
 
 def _made(prints: Printed) -> Any:
@@ -346,7 +354,8 @@ TORCHRUN = re.compile(
 )
 
 # Parameters that change no byte of an output
-SAYING = ("as_json", "part", "quiet", "verbose", "force", "resume", "verify", "companions", "output")
+SAYING = {"as_json", "part", "quiet", "verbose", "force", "resume", "verify", "companions", "output"}
+SAYING |= {"parts_in", "html"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,18 +384,12 @@ class WriteJob:
     @property
     def words(self) -> tuple[str, ...]:
         """The command that finishes an output of parts; nothing where a URL in it may hold a secret."""
-        words = click.get_current_context().ensure_object(Call).typed
-        if any("://" in word and re.search("[@?]", word) for word in words):
-            return ()
-        return tuple(word for before, word in pairwise(("", *words)) if not _is_of_part(before, word))
+        return words_of_parts()
 
     @property
     def recipe(self) -> str:
         """The command, but for what does not change a byte of its output."""
-        ctx = click.get_current_context()
-        said = {name: value for name, value in ctx.params.items() if name not in SAYING}
-        # Links that are signed anew lead to the same objects.
-        return re.sub(r"\?…[0-9a-f]{8}", "", repr((ctx.info_name, sorted(said.items()))))
+        return recipe_of_parts()
 
     def require_new_output(self, *, alone: bool = True) -> None:
         """Refuse an OUTPUT that may be the last of several INPUTs."""
@@ -405,6 +408,22 @@ class WriteJob:
         words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
         what = f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT"
         raise OutputExists(what, hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}")
+
+
+def words_of_parts() -> tuple[str, ...]:
+    """Return the running command without --part; nothing where a URL in it may hold a secret."""
+    words = click.get_current_context().ensure_object(Call).typed
+    if any("://" in word and re.search("[@?]", word) for word in words):
+        return ()
+    return tuple(word for before, word in pairwise(("", *words)) if not _is_of_part(before, word))
+
+
+def recipe_of_parts() -> str:
+    """Return what all parts of the running command have in common."""
+    ctx = click.get_current_context()
+    said = {name: value for name, value in ctx.params.items() if name not in SAYING}
+    # Links that are signed anew lead to the same objects.
+    return re.sub(r"\?…[0-9a-f]{8}", "", repr((ctx.info_name, sorted(said.items()))))
 
 
 def _is_of_part(before: str, word: str) -> bool:
@@ -431,6 +450,20 @@ def _with_job(function: F) -> F:
         given["input"] = given["inputs"][0]
         shared = {each.name: given.pop(each.name) for each in fields(WriteJob) if each.name in given}
         return function(job=WriteJob(**shared), **given)
+
+    return command  # type: ignore[return-value]
+
+
+def _with_parts(function: F) -> F:
+    """Run a command that only reads as one of several parts, where it is one."""
+
+    @wraps(function)
+    def command(console: Console, part: OutputPart | None, parts_in: str | None, **given: Any) -> Any:
+        if part is None and parts_in is None:
+            return function(console=console, **given)
+        from .joined import in_parts
+
+        return in_parts(console, part, parts_in, function, given)
 
     return command  # type: ignore[return-value]
 
@@ -465,6 +498,18 @@ reading = _all(
         help="Ask no server: of hf://, take what the hub's own cache holds.",
     ),
     _with_console,
+)
+
+# The options of the commands that read every byte, and that parts may share
+reading_in_parts = _all(
+    option(
+        "--part I/N",
+        "Read part I of N; who finds all others done prints the result. Default under torchrun: its rank.",
+        callback=_this_part,
+    ),
+    option("--parts-in FOLDER", "Where the parts meet: a folder that all of them see.", type=PATH),
+    reading,
+    _with_parts,
 )
 
 # What all commands have that write something: their arguments and shared options become a `job`

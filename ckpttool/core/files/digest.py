@@ -16,7 +16,8 @@ from ..lazy import hashlib
 from ..tensors.ref import DType, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded
 from .commit import append_line, reason
-from .threads import Progress, cut, map_bytes
+from .findings import Findings, Told, shared
+from .threads import BytesPiece, Progress, cut, map_bytes
 
 # ---- Chains: files of JSON objects, one per line, each with the SHA-256 of the line before it
 #
@@ -175,7 +176,11 @@ def tensor_digests(
             require_bounded(order[number], tensor, MAX_REPEATED)
         return _hash(chunks)
 
-    made = map_bytes(work, [tensors[name] for name in order], PIECE, progress)
+    def of(findings: Findings, piece: BytesPiece) -> Told:
+        return findings.told(piece.data, order[piece.number])
+
+    sharing = shared("digest", of, b"", bytes.hex, bytes.fromhex)
+    made = map_bytes(work, [tensors[name] for name in order], PIECE, progress, sharing)
     for name in names:
         if (value := known.get(key := told[name])) is None:
             pieces = hashlib.sha256()

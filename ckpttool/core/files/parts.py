@@ -27,6 +27,7 @@ from .resuming import OLD, PART, Attempt, Written, begin_of, temporary_name, wri
 FOLDER = f"{PART}s"  # `.NAME.ckpttool.parts` holds what follows, and a record of each part
 STAGED, PLAN = f"staged{PART}", "plan.json"
 FINISH, COUNT, WORDS, BEGUN = "finish", "number of parts", "words", "begun"
+RESULT = "result"  # what parts that only read have instead of an output, in the folder where they meet
 
 
 @dataclass(frozen=True, slots=True)

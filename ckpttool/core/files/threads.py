@@ -265,10 +265,12 @@ def map_bytes(
     items: Iterable[Bytes],
     most: int,
     progress: Progress | None = None,
+    sharing: Callable[[Callable[[BytesPiece], T]], Callable[[BytesPiece], T]] = lambda work: work,
 ) -> Iterator[tuple[BytesPiece, T]]:
     """Yield the pieces of each item, in order, with `work(number, chunks)`, which several threads do.
 
-    Bytes of a file are cut into pieces of at most `most` bytes, other items are one piece each.
+    Bytes of a file are cut into pieces of at most `most` bytes, other items are one piece each. `sharing`
+    makes it work that parts share: see `findings.shared`.
     """
     buffers = Buffers()
 
@@ -278,7 +280,7 @@ def map_bytes(
             chunks = stream(data, buffer=buffer) if isinstance(data, TensorRef) else data.chunks(buffer)
             return work(piece.number, chunks)
 
-    for piece, result in map_pieces(done, _pieces(items, most), cores(MOST_THREADS)):
+    for piece, result in map_pieces(sharing(done), _pieces(items, most), cores(MOST_THREADS)):
         if progress and piece.nbytes:
             progress(piece.nbytes)
         yield piece, result

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from ...errors import Refused, Unreadable, Unsupported, UsageFault
 from .. import system
 from ..files.commit import open_source_descriptor, replacing
+from ..files.findings import Findings, Told, shared
 from ..lazy import hashlib
-from ..tensors.ref import Source
+from ..tensors.ref import ByteRange, Source
 from .ahead import Ahead, Line
 from .store import DATED, Facts, Store
 from .urls import without_query
@@ -213,9 +214,19 @@ class RemoteSource(Source):
 
     def check_rest(self) -> None:
         """Check what stands before stretches of which nothing was read."""
-        for start, _, before in self._guarded:
+
+        def check_one(guarded: tuple[int, int, int]) -> bool:
+            start, _, before = guarded
             if check := self._checks.pop(start, None):
                 check(self._read(before, start - before))
+            return True
+
+        def told(now: Findings, guarded: tuple[int, int, int]) -> Told:
+            return now.told(ByteRange(self, guarded[0], guarded[1] - guarded[0]), "")
+
+        check_each = shared("guard", told, True)(check_one)
+        for guarded in self._guarded:
+            check_each(guarded)
 
     def close(self) -> None:
         """Drop everything; a second call does nothing."""
