@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.checkpoint.checkpoint import Checkpoint
-from ..core.checkpoint.checksums import Checksums, expect
+from ..core.checkpoint.checksums import Checksums
 from ..core.checkpoint.dotted_names import MAX_NAMES, contents, follow
 from ..core.checkpoint.special_tensors import SpecialTensor, special_tensor
 from ..core.checkpoint.state import State
 from ..core.files.threads import Progress
 from ..core.formats.reading import File, opened
 from ..core.inert_pickle.values import remade, tensor_of
+from ..core.remote import urls
 from ..core.tensors.ref import DTYPES, Storage, TensorRef
 from ..errors import NoState, Unsupported, UsageFault
 from . import compare_values, distances
@@ -79,7 +80,7 @@ def diff(
             work.states(*states, ignore_prefix)
             if state is None and not model_only:
                 work.others(*states)
-        expect([*work.storages(0), *work.storages(1)])
+        urls.expect(compare_values.expected(work.pairs))
         used = [work.storages(side) if verify else () for side in (0, 1)]
         with Checksums(mine, used[0]) as sums_of_a, Checksums(theirs, used[1]) as sums_of_b:
             comparison = work.result(progress)

@@ -13,10 +13,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core.files.copying import MOST_PIECES, is_tiny, read_together
-from ..core.files.findings import Findings, Told, shared, takes_small
+from ..core.files.findings import Findings, Told, current, shared, takes_small
 from ..core.files.threads import Progress, cores, cut, map_pieces
 from ..core.lazy import NDArray, np, shown_by
-from ..core.tensors.ref import REAL_TYPES, ByteRange, DType, TensorRef
+from ..core.tensors.ref import REAL_TYPES, ByteRange, DType, Storage, TensorRef
 from ..core.tensors.values import MAX_REPEATED, in_pieces, require_bounded
 from ..core.words import counted
 from .distances import Distance, Measure, Tolerance, has_numbers, measurer, numbers
@@ -81,6 +81,19 @@ def _without_equal(pairs: Iterable[TensorPair], progress: Progress | None) -> It
         yield from (pair for number, pair in enumerate(some) if number not in equal)
 
 
+def expected(pairs: Sequence[TensorPair]) -> Iterator[Storage]:
+    """Yield the storages that are read of both files; of one of several parts, what falls to it of them."""
+    if (now := current.get()) is None:
+        yield from (pair.a.storage for pair in pairs)
+        yield from (pair.b.storage for pair in pairs)
+    elif not now.joins:
+        mine = [piece for piece in _pieces(pairs, None) if now.falls_here(_told(now, piece)[0])]
+        for side in (0, 1):
+            for pair, _, plain, *_ in mine:
+                storage = (pair.a, pair.b)[side].storage
+                yield Storage(plain[side], storage.kind) if plain else storage
+
+
 def _tiny(pair: TensorPair) -> tuple[ByteRange, ByteRange] | None:
     """Return where the values of both tensors lie, if these are small and of one type; None for others."""
     a, b = pair.a, pair.b
@@ -125,7 +138,7 @@ def _pieces(pairs: Iterable[TensorPair], tolerance: Tolerance | None) -> Iterato
 def _told(findings: Findings, piece: _Piece) -> Told:
     """Return what the comparison of a piece falls to a part by, and what tells it from all others."""
     sides = piece.plain or (piece.pair.a, piece.pair.b)
-    (by, one), (_, other) = (findings.told(side, piece.pair.name) for side in sides)
+    (by, one), (_, other) = (findings.piece(side, piece.pair.name) for side in sides)
     return by, f"{piece.pair.a.dtype.name} {piece.first}: {one}, {other}"
 
 
@@ -135,8 +148,9 @@ def _packed(found: Distance) -> list[object]:
 
 
 def _unpacked(listed: list[Any]) -> Distance:
-    values: list[Any] = [complex(*each) if isinstance(each, list) else each for each in listed]
-    return found if (found := Distance(*values)) != SAME else SAME
+    differ, of, nans, *others = listed
+    values: list[Any] = [complex(*each) if isinstance(each, list) else each for each in others]
+    return found if (found := Distance(int(differ), int(of), int(nans), *values)) != SAME else SAME
 
 
 def _compare(piece: _Piece) -> Distance:

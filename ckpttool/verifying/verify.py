@@ -549,7 +549,7 @@ def _non_finite(
 
     def of(now: Findings, piece: BytesPiece) -> Told:
         view, _ = views[left[piece.number]]
-        by, told = now.told(piece.data, first_names[left[piece.number]])
+        by, told = now.piece(piece.data, first_names[left[piece.number]])
         return by, f"{real_dtype(view.dtype).name} {told}"
 
     first_names = [some[0] for some in names.values()]

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from ... import __version__
 from ...errors import CkptToolError, PartMissing, Unreadable, UsageFault
 from .. import system
-from ..files.findings import Findings, current
+from ..files.findings import Findings, current, in_words
 from ..files.parts import RESULT, OutputPart, OutputParts
 from ..remote.places import shared_versions
 from ..words import first_few
@@ -50,7 +50,7 @@ def in_parts(
     def meet() -> OutputParts:
         opened = sorted(shared_versions().items())
         facts = {"version of ckpttool": __version__, "command": recipe_of_parts()}
-        facts |= {f"input {path}": repr(version) for path, version in opened}
+        facts |= {f"input {path}": in_words(path, version) for path, version in opened}
         os.makedirs(os.path.dirname(place), exist_ok=True)
         return OutputParts(place, part, facts, {}, words_of_parts())
 

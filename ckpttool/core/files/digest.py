@@ -177,7 +177,7 @@ def tensor_digests(
         return _hash(chunks)
 
     def of(findings: Findings, piece: BytesPiece) -> Told:
-        return findings.told(piece.data, order[piece.number])
+        return findings.piece(piece.data, order[piece.number])
 
     sharing = shared("digest", of, b"", bytes.hex, bytes.fromhex)
     made = map_bytes(work, [tensors[name] for name in order], PIECE, progress, sharing)

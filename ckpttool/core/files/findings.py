@@ -11,9 +11,12 @@ import json
 import os
 import shlex
 import time
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from operator import itemgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -54,6 +57,8 @@ class Findings:
         self._sums: dict[str, list[_Sums]] = {}
         self._summed: list[Mapping[str, Any]] = []  # what the records say of sums
         self._versions: dict[Source, str] = {}
+        self._pieces = defaultdict[Source, list[tuple[int, int]]](list)
+        self._joined: dict[Source, tuple[int, list[tuple[int, int]]]] = {}
         self._lock, self._noted = Lock(), time.monotonic()
 
     @property
@@ -81,9 +86,10 @@ class Findings:
     def _take(self, seen: Mapping[str, Any]) -> None:
         if not seen:
             return
-        found = {"found": seen.get("found"), "sums": seen.get("sums")}
+        given = seen if isinstance(seen, dict) else {}
+        found = {name: given.get(name) for name in ("found", "sums")}
         is_whole = all(isinstance(each, dict) for each in found.values())
-        if not is_whole or seen.get("hash") != _hash(json.dumps(found)):
+        if not is_whole or given.get("hash") != _hash(json.dumps(found)):
             folder = os.path.dirname(self.parts.place)
             hint = f"begin again: rm -r {shlex.quote(folder)}"
             raise Unreadable(folder, "has the record of a part that was changed", hint=hint)
@@ -109,11 +115,7 @@ class Findings:
     def version(self, source: Source) -> str:
         """Return what tells a file, as it is now, on all machines."""
         if (known := self._versions.get(source)) is None:
-            version = source.shared_version
-            if version[1] == "":
-                what = f"{source.path}: its server states no version, so it may change between two parts"
-                raise UsageFault(what, hint="leave out --part, or torchrun")
-            known = self._versions[source] = repr(version)
+            known = self._versions[source] = in_words(source.path, source.shared_version)
         return known
 
     def told(self, data: Bytes, name: str) -> Told:
@@ -124,6 +126,13 @@ class Findings:
             return name, f"{name} in {data.path}"
         place, told = self.told(data.storage.data, name)
         return place, f"{data.view[1:]} of {told}"
+
+    def piece(self, data: Bytes, name: str) -> Told:
+        """Return the same of a piece that is read for its values, by whichever part."""
+        by, told = self.told(data, name)
+        if isinstance(by, ByteRange):
+            self._pieces[by.source].append((by.offset, by.offset + by.nbytes))
+        return by, told
 
     def falls_here(self, by: ByteRange | str) -> bool:
         """Return whether some work is that of this part: by where its bytes begin, or by a name."""
@@ -148,20 +157,40 @@ class Findings:
             return
         begin = (window.start + int(_hash(self.version(source)), 16)) % source.size
         end = begin + len(window)
-        yield begin, min(end, source.size)
         if end > source.size:
             yield 0, end - source.size
+        yield begin, min(end, source.size)
 
     def stretches(self, data: ByteRange | Computed, name: str | None) -> Iterator[tuple[int, int]]:
-        """Yield the start and the size of what falls here of some bytes; by a name alone, if it is given."""
+        """Yield the start and the size of what falls here of some bytes; by a name alone, if it is given.
+
+        What is read for its values, by whichever part, is left out.
+        """
         if name is not None or self.joins or not isinstance(data, ByteRange):
             if self.falls_here(name or data.path):
                 yield 0, data.nbytes
             return
+        pieces = self._in_a_row(data.source)
         for begin, end in self._window(data):
-            begin, end = max(begin, data.offset), min(end, data.offset + data.nbytes)
-            if begin < end:
-                yield begin - data.offset, end - begin
+            at, stop = max(begin, data.offset), min(end, data.offset + data.nbytes)
+            number = max(bisect_right(pieces, at, key=itemgetter(0)) - 1, 0)
+            while at < stop:
+                first, behind = pieces[number] if number < len(pieces) else (stop, stop)
+                if at < first:
+                    yield at - data.offset, min(first, stop) - at
+                at, number = max(at, behind), number + 1
+
+    def _in_a_row(self, source: Source) -> list[tuple[int, int]]:
+        """Return where the pieces of a file begin and end, in order, those that touch in one."""
+        known, pieces = self._joined.get(source, (0, [])), self._pieces[source]
+        if known[0] != len(pieces):
+            rows: list[tuple[int, int]] = []
+            for begin, end in sorted(pieces):
+                if rows and begin <= rows[-1][1]:
+                    begin, end = rows[-1][0], max(rows.pop()[1], end)
+                rows.append((begin, end))
+            known = self._joined[source] = len(pieces), rows
+        return known[1]
 
     def done(
         self,
@@ -197,6 +226,14 @@ class Findings:
                 with suppress(ValueError, TypeError, KeyError, AttributeError, IndexError):
                     sums.take(seen)
         self._sums.setdefault(key, []).append(sums)
+
+
+def in_words(path: str, version: tuple[object, ...]) -> str:
+    """Return the version of an input as text. Raises UsageFault where its server states none."""
+    if version[1] == "":
+        what = f"{path}: its server states no version, so it may change between two parts"
+        raise UsageFault(what, hint="leave out --part, or torchrun")
+    return repr(version)
 
 
 def _hash(text: str, nbytes: int = 12) -> str:

@@ -200,10 +200,8 @@ class RemoteSource(Source):
 
     def expect(self, ranges: Sequence[tuple[int, int]], nbytes: int, first: int, line: Line) -> Ahead:
         """Announce what will be read, and return the pieces that the line holds."""
-        checked_too = [
-            (min(begin, guarded[2]) if (guarded := self._guarded_at(begin)) else begin, end)
-            for begin, end in ranges
-        ]
+        guarding = (self._guarded_at(begin) for begin, _ in ranges)  # some begin far behind what is checked
+        checked_too = [*ranges, *((before, start) for start, _, before in filter(None, guarding))]
         self._ahead.expect(ranges, checked_too, nbytes, first, line)
         return self._ahead
 
