@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core.cli import options
+from ..core.cli import joined, options
 from ..core.cli.console import coloured, columns, cut_middle, fitting, left, terminal_width, without, wrapped
 from ..core.cli.reading import fields_of, note_keys, note_state, note_unread, open_file
 from ..core.cli.schemas import NAMES, Fields, fields_like
@@ -143,7 +143,7 @@ def _printed() -> Fields:
 )
 @options.state_option
 @options.no_verify_option
-@options.reading_in_parts
+@joined.reading_in_parts
 def diff(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **choices: Any) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 

@@ -31,7 +31,7 @@ def finish(console: Console, out: str) -> int:
     The command of the parts is run again, but writes none of them: it compares the checksums of the inputs
     with what all parts have read, writes the headers, and reads them back. A part that is missing is named,
     with exit code 1. A command with --model, which runs code, has to be given again, with --part finish.
-    Of a command that only reads, OUT is the folder of --parts-in, and its result is printed.
+    Of a command that only reads, OUT is the folder of --parts-in, and the result is printed.
 
     \b
     Examples:

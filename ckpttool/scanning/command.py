@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from ..core.cli import options
+from ..core.cli import joined, options
 from ..core.cli.console import Console, counted, printable, say, to_json
 from ..core.cli.reading import fields_of
 from ..core.cli.schemas import NAMES, Fields, fields_like
@@ -30,7 +30,7 @@ def _printed() -> Fields:
 @options.argument("paths", "PATH…", nargs=-1, required=True)
 @options.several("--allow PATTERN", "Names that count as harmless, e.g. 'sklearn.*'.")
 @options.flag("--sarif", "Print SARIF 2.1.0, which code scanning takes, instead of lines or JSON.")
-@options.reading_in_parts
+@joined.reading_in_parts
 def scan(console: Console, paths: tuple[str, ...], allow: tuple[str, ...], sarif: bool) -> int:
     """Say what could run in files and folders when they are unpickled, without running it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ..core.cli import options
+from ..core.cli import joined, options
 from ..core.cli.console import Console, counted, printable, show_bytes
 from ..core.cli.reading import Answer, answer_each, fields_of, note_keys, note_state, note_unread, open_file
 from ..core.cli.schemas import Fields, fields_like
@@ -37,7 +37,7 @@ def _printed() -> Fields:
     "Count as problems names that could run, all but harmless ones, and records nothing refers to.",
 )
 @options.state_option
-@options.reading_in_parts
+@joined.reading_in_parts
 def verify(
     console: Console, files: tuple[str, ...], against: str | None, state: str | None, **flags: bool
 ) -> int:
@@ -115,7 +115,7 @@ DIGEST: Fields = {
 @options.files_argument
 @options.state_option
 @options.no_verify_option
-@options.reading_in_parts
+@joined.reading_in_parts
 def digest(console: Console, files: tuple[str, ...], state: str | None, no_verify: bool) -> int:
     """Print one SHA-256 for the names, types, shapes and values of the model in each FILE.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -16,14 +16,43 @@ from click.core import ParameterSource
 from ... import __version__
 from ...errors import CkptToolError, PartMissing, Unreadable, UsageFault
 from .. import system
-from ..files.findings import Findings, current, in_words
-from ..files.parts import RESULT, OutputPart, OutputParts
-from ..remote.places import shared_versions
 from ..words import first_few
+from . import options
 from .console import Console
 from .options import rank_of_torchrun, recipe_of_parts, words_of_parts
 
+if TYPE_CHECKING:
+    from ..files.findings import Findings
+    from ..files.parts import OutputPart, OutputParts
+
 Run = Callable[..., int]
+
+
+def _with_parts(function: options.F) -> options.F:
+    """Run a command as one of several parts, where it is one."""
+
+    @wraps(function)
+    def command(console: Console, part: OutputPart | None, parts_in: str | None, **given: Any) -> Any:
+        if part is None and parts_in is None:
+            return function(console=console, **given)
+        return in_parts(console, part, parts_in, function, given)
+
+    return command  # type: ignore[return-value]
+
+
+# The options of the commands that read every byte
+reading_in_parts = options.all_of(
+    options.option(
+        "--part I/N",
+        "Read part I of N; who finds all others done prints the result. Default under torchrun: its rank.",
+        callback=options.this_part,
+    ),
+    options.option(
+        "--parts-in FOLDER", "Where the parts meet: a folder that all of them see.", type=options.PATH
+    ),
+    options.reading,
+    _with_parts,
+)
 
 
 def in_parts(
@@ -34,6 +63,10 @@ def in_parts(
     Raises UsageFault where parts can't meet, or are of another plan; PartMissing for `finish`; and what the
     command raises.
     """
+    from ..files.findings import Findings, current, in_words
+    from ..files.parts import RESULT, OutputParts
+    from ..remote.places import shared_versions
+
     if part is None:
         raise click.UsageError("--parts-in says where parts meet: say with --part I/N which one this is")
     ctx = click.get_current_context()
@@ -61,6 +94,9 @@ def in_parts(
         return _join(findings, console, run, given, os.path.dirname(place))
     finally:
         current.reset(token)
+        if folder is None:
+            with suppress(OSError):  # others have not read theirs
+                os.rmdir(os.path.dirname(place))
 
 
 def _undivided(folder: str | None, given: Mapping[str, Any], *, is_asked: bool) -> tuple[str, str] | None:
@@ -78,6 +114,8 @@ def _undivided(folder: str | None, given: Mapping[str, Any], *, is_asked: bool) 
 
 def _meeting_place(folder: str | None) -> str:
     """Return the folder where parts meet; of ranks on one machine one of torchrun's own."""
+    import tempfile
+
     if folder is not None:
         return folder
     run = os.environ["TORCHELASTIC_RUN_ID"].replace("/", "-")[:40]

@@ -326,7 +326,7 @@ def rank_of_torchrun() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _this_part(ctx: click.Context, __: click.Parameter, given: str | None) -> object:
+def this_part(ctx: click.Context, __: click.Parameter, given: str | None) -> object:
     """Return the part that was named, or that torchrun has started this process for."""
     from ..files.parts import OutputPart
     from ..remote.places import visit
@@ -343,7 +343,7 @@ def _this_part(ctx: click.Context, __: click.Parameter, given: str | None) -> ob
 part_option = option(
     "--part I/N",
     "Write part I of N; who finds all others done puts them in place. Default under torchrun: of its ranks.",
-    callback=_this_part,
+    callback=this_part,
 )
 resume_option = flag("--resume", "Go on with an interrupted conversion from a URL.")
 full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
@@ -454,21 +454,7 @@ def _with_job(function: F) -> F:
     return command  # type: ignore[return-value]
 
 
-def _with_parts(function: F) -> F:
-    """Run a command that only reads as one of several parts, where it is one."""
-
-    @wraps(function)
-    def command(console: Console, part: OutputPart | None, parts_in: str | None, **given: Any) -> Any:
-        if part is None and parts_in is None:
-            return function(console=console, **given)
-        from .joined import in_parts
-
-        return in_parts(console, part, parts_in, function, given)
-
-    return command  # type: ignore[return-value]
-
-
-def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+def all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         for decorator in reversed(decorators):
             function = decorator(function)
@@ -478,7 +464,7 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 # The options of every command, which gets a `console` for them
-reading = _all(
+reading = all_of(
     flag("--json", "Print one JSON object on stdout, also for errors.", "as_json"),
     flag("-q", "Print only errors.", "--quiet"),
     flag("-v", "Show every name, not only the first few.", "--verbose"),
@@ -500,20 +486,8 @@ reading = _all(
     _with_console,
 )
 
-# The options of the commands that read every byte, and that parts may share
-reading_in_parts = _all(
-    option(
-        "--part I/N",
-        "Read part I of N; who finds all others done prints the result. Default under torchrun: its rank.",
-        callback=_this_part,
-    ),
-    option("--parts-in FOLDER", "Where the parts meet: a folder that all of them see.", type=PATH),
-    reading,
-    _with_parts,
-)
-
 # What all commands have that write something: their arguments and shared options become a `job`
-folder_options = _all(
+folder_options = all_of(
     option(
         "--verify/--no-verify",
         "Also compare the values written with those read; or do not even compare bytes with checksums.",
@@ -524,14 +498,14 @@ folder_options = _all(
     reading,
     _with_job,
 )
-job_options = _all(
+job_options = all_of(
     flag(
         "--companions",
         "Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
     ),
     folder_options,
 )
-writing_options = _all(
+writing_options = all_of(
     state_option,
     option(
         "--shard-size SIZE",
@@ -545,4 +519,4 @@ writing_options = _all(
 )
 
 # The arguments and options of every command that writes one file from another
-writing = _all(input_argument, output_argument, writing_options)
+writing = all_of(input_argument, output_argument, writing_options)

@@ -470,7 +470,23 @@ def test_ranks_of_torchrun_print_one_result(large: Path, tmp_path: Path) -> None
     out, _ = started([*words[2:], "--json"]).communicate(timeout=60)
     assert out.decode() in ran.stdout and ran.stdout.count('"problems"') == 1, ran
     assert '"waiting"' in ran.stdout and ran.returncode == 1  # some value differs
-    assert [os.listdir(each) for each in tmp_path.glob("ckpttool-*")] in ([], [[]])
+    assert not [*tmp_path.glob("ckpttool-*")]
+
+
+def test_ranks_of_several_machines_need_a_place_and_rank_0_reads_alone_else(
+    meeting: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = cli("digest", "in.pt")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (1, 0):
+        for module in ("options", "joined"):
+            monkeypatch.setattr(f"ckpttool.core.cli.{module}.rank_of_torchrun", lambda rank=rank: (rank, 2))
+        ran = cli("digest", "in.pt")
+        assert (ran.out, ran.code) == (alone.out * (rank == 0), 0)
+        ran = cli("digest", "in.pt", "--parts-in", meeting)
+        assert (ran.out, ran.code) == (alone.out * (rank == 0), 0)
+    assert os.listdir(meeting) == []
 
 
 def test_a_plan_in_python_has_readers_too(large: Path, tmp_path: Path) -> None:
