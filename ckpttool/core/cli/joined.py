@@ -103,6 +103,8 @@ def _undivided(folder: str | None, given: Mapping[str, Any], *, is_asked: bool) 
     """Return why a command can't be divided, and what to do about it; None where it can."""
     if any("-" in (value if isinstance(value, tuple) else (value,)) for value in given.values()):
         return "only one process can read stdin", "leave out --part, or name a file"
+    if folder is not None and "://" in folder:
+        return f"{folder}: parts of a reading meet in no URL", "name a folder that all of them see"
     if folder is not None:
         return None
     if is_asked:

@@ -142,8 +142,18 @@ def in_parts(cli: Cli, words: str, meeting: Path, count: int, *more: str) -> Ran
     return said
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def pairs() -> Iterator[Any]:
+    """Yield each command with each number of parts; half of them in `make long` alone."""
+    for place, (name, words) in enumerate(COMMANDS.items()):
+        for count in (1, 2, 3, 7):
+            is_usual = (
+                name in ("digest", "verify against", "diff", "scan") or count in ((1, 3), (2, 7))[place % 2]
+            )
+            marks = () if is_usual else pytest.mark.long
+            yield pytest.param(words, count, id=f"{name}, {count}", marks=marks)
+
+
+@pytest.mark.parametrize(("words", "count"), [*pairs()])
 def test_the_result_is_that_of_one_process(words: str, count: int, meeting: Path, cli: Cli) -> None:
     more = [] if "sarif" in words or count == 3 else ["--json"]
     alone = cli(*words.split(), *more)
@@ -260,6 +270,8 @@ def test_parts_need_a_place_and_a_place_parts(meeting: Path, cli: Cli) -> None:
     for words in (["digest", "-"], ["verify", "in.pt", "--against", "-"], ["scan", "in.pt", "-"]):
         assert_says(cli(*words, *part(1, meeting)), 2, "only one process can read stdin", "leave out --part")
     assert_says(cli("finish", meeting), 2, "no part of it is here")
+    ran = cli("digest", "in.pt", "--part", "1/2", "--parts-in", "s3://bucket/meeting")
+    assert_says(ran, 2, "meet in no URL", "name a folder")
     (meeting.parent / "file").write_text("")
     assert_says(cli("digest", "in.pt", *part(1, meeting.parent / "file")), 3, "file")
     assert not meeting.exists()
@@ -442,7 +454,7 @@ def test_parts_at_once_and_twice_print_one_result(large: Path, tmp_path: Path) -
 def test_no_kill_of_a_part_changes_the_result(large: Path, tmp_path: Path) -> None:
     chance = random.Random(1)
     words = ["verify", str(large / "a.pt"), "--against", str(large / "b.pt"), "--json"]
-    for _ in range(4):
+    for _ in range(2):
         each = started([*words, *part(chance.randint(1, 2), tmp_path / "m", 3)])
         time.sleep(chance.uniform(0.1, 0.5))
         each.send_signal(signal.SIGKILL)
