@@ -84,8 +84,14 @@ def in_parts(
         opened = sorted(shared_versions().items())
         facts = {"version of ckpttool": __version__, "command": recipe_of_parts()}
         facts |= {f"input {path}": in_words(path, version) for path, version in opened}
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        return OutputParts(place, part, facts, {}, words_of_parts())
+        for left in (2, 1, 0):
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            try:
+                return OutputParts(place, part, facts, {}, words_of_parts())
+            except UsageFault as error:  # another process may have joined all, and taken the place away
+                if not (left and isinstance(error.__cause__, FileNotFoundError)):
+                    raise
+        raise AssertionError("unreachable")
 
     findings = Findings(meet)
     token = current.set(findings)

@@ -214,7 +214,8 @@ class Findings:
             with self._lock:
                 self._known[key] = pack(found)
                 if (now := time.monotonic()) > self._noted:
-                    self.note()
+                    with suppress(OSError):  # a full disk, or a place that is gone: the end says so
+                        self.note()
                     self._noted = time.monotonic() + max(NOTED_AFTER, SHARE * (time.monotonic() - now))
         return found
 

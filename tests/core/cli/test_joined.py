@@ -442,13 +442,13 @@ def started(words: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_parts_at_once_and_twice_print_one_result(large: Path, tmp_path: Path) -> None:
+def test_parts_at_once_and_twice_print_nothing_but_the_result(large: Path, tmp_path: Path) -> None:
     words = ["diff", str(large / "a.pt"), str(large / "b.safetensors")]
     running = [started([*words, *part(number, tmp_path / "m", 3)]) for number in (1, 2, 3, 1, 2, 3)]
     said = [each.communicate(timeout=120) for each in running]
-    results = [out for out, _ in said if out]
-    assert len(results) == 1 and b"differ: 1 tensor changed" in results[0], said
-    assert sorted(each.returncode for each in running) == [0, 0, 0, 0, 0, 1], said
+    results = [out for out, _ in said if out]  # of two rounds, if those that come late begin another
+    assert 1 <= len(results) <= 2 and b"differ: 1 tensor changed" in results[0] == results[-1], said
+    assert sorted(each.returncode for each in running) == [0] * (6 - len(results)) + [1] * len(results), said
 
 
 def test_no_kill_of_a_part_changes_the_result(large: Path, tmp_path: Path) -> None:
