@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..core.lazy import NDArray, np
+from ..core.tensors.ref import ByteRange, Computed
 from ..errors import Unsupported, install
 from .header import BLOCK
 
@@ -101,6 +103,66 @@ def _with_standard_library(frame: memoryview, most: int) -> bytes:
     if len(block) != nbytes or not unpacker.eof or unpacker.unused_data:
         raise BadFrame("is of another size")
     return block
+
+
+# ---- Frames of whole tensors, as other programs have them: packed and unpacked from front to back.
+
+
+class _Packed(io.RawIOBase):
+    """The bytes of a place, from front to back."""
+
+    def __init__(self, place: ByteRange | Computed) -> None:
+        self.place, self.at = place, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, out: Any) -> int:
+        """Fill a buffer as far as there are bytes."""
+        count = min(len(out), self.place.nbytes - self.at)
+        out[:count] = self.place.part(self.at, count).read() if count else b""
+        self.at += count
+        return count
+
+
+def taking(place: ByteRange | Computed) -> Callable[[int], bytes]:
+    """Return what unpacks a frame from front to back, so many bytes a call; fewer where it ends.
+
+    It takes no more memory than was asked for, and the frame's window of 128 MiB at most. It raises BadFrame.
+    """
+    if _find("compression.zstd"):
+        from compression import zstd
+
+        unpacked: Any = zstd.ZstdFile(_Packed(place))
+    else:
+        import zstandard as zstd
+
+        unpacked = zstd.ZstdDecompressor().stream_reader(_Packed(place))
+
+    def take(count: int) -> bytes:
+        found = b""
+        try:
+            while len(found) < count and (piece := unpacked.read(count - len(found))):
+                found += piece
+        except (zstd.ZstdError, EOFError):
+            raise BadFrame("is damaged") from None
+        return found
+
+    return take
+
+
+def packing(nbytes: int) -> Any:
+    """Return what packs that many bytes as one frame that states its size: `compress(bytes)`, `flush()`."""
+    if _find("compression.zstd"):
+        from compression import zstd
+
+        frame = zstd.ZstdCompressor(level=LEVEL)
+        frame.set_pledged_input_size(nbytes)
+        return frame
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
 
 
 # ---- The XOR of a block with the base's as bytes that zstd packs well and fast, and back. Imports numpy.

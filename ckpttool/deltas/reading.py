@@ -22,7 +22,7 @@ from ..core.system import join
 from ..core.tensors.ref import ByteRange, Computed, Storage, TensorRef
 from ..core.tensors.values import read_into, stretches
 from ..errors import Damaged, Refused, Unreadable
-from . import differences
+from . import differences, forms, patches, versions
 from .differences import UNSIGNED, BadDifference, largest, unpack
 from .header import BLOCK, ENTRY, NEW, SAME, TREE, XOR, DeltaEntry, Header, is_delta, read_header
 
@@ -190,10 +190,12 @@ class DeltaLink:
         checkpoint: what is made of it and the deltas up to here.
         taken: storages of what stands before, whose checksums the delta states and no file does, by the names
             of their tensors; none for the first.
+        version: its number among versions, where that is stated.
     """
 
     checkpoint: Checkpoint
     taken: tuple[Named, ...] = ()
+    version: int | None = None
 
 
 def split(name: str) -> list[str]:
@@ -234,7 +236,7 @@ def chained(name: str, first: Checkpoint, deltas: Sequence[str], open_file: Open
     files = [*reversed(files), *map(open_file, deltas)]
     if len(files) > LONGEST + 1:
         raise Unreadable(name, f"is a chain of more than {LONGEST} deltas", hint=_shorter(name))
-    link = DeltaLink(files[0])
+    link = DeltaLink(files[0], version=forms.number_in(files[0].path))
     for file in files[1:]:
         link = joined(link, file)
     sources = tuple(source for file in files for source in file.sources)
@@ -263,6 +265,12 @@ class BaseMissing(Unreadable, kind="base-missing"):
 
 
 def _beside(file: Checkpoint, open_file: Open) -> Checkpoint:
+    if file.format in forms.FORMS:
+        if (below := versions.before(file)) is not None:
+            return open_file(below)
+        what = "is a delta, and the version that it is made from does not lie beside it"
+        hint = f"name the base before it: {shlex.quote(f'BASE+{file.path}')}"
+        raise BaseMissing(file.path, what, hint=hint)
     name = read_header(file).base.name
     path = join(folder := os.path.dirname(file.source.place), name)
     if name and not places.is_plain(folder, name):
@@ -291,6 +299,11 @@ def joined(below: DeltaLink, file: Checkpoint, *, digests: bool = False) -> Delt
     if not is_delta(file):
         hint = f"name what is to become of the two: ckpttool diff, merge or average ({file.path[:80]})"
         raise Refused(file.path, f"is no delta: its header has no entry '{ENTRY}'", hint=hint)
+    if file.format in forms.FORMS:
+        patch = forms.patch_of(file)
+        forms.require_base(below.version, patch, file.path, below.checkpoint.path)
+        new = replace(patches.made_of(below.checkpoint, patch, file), source=file.source, format=NAME)
+        return DeltaLink(new, version=patch.version)
     header = read_header(file)
     tensors = _Tensors(file, header, below.checkpoint, digests)
     made = {name: tensors.made(name, entry) for name, entry in header.tensors.items()}

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..core.checkpoint import full
@@ -28,13 +29,17 @@ from ..core.inert_pickle.values import OrderedDict_
 from ..core.remote.places import visit
 from ..core.remote.urls import canonical, is_url, without_query
 from ..core.tensors.ref import Source, TensorRef
+from ..core.tensors.values import same_values
 from ..errors import Refused, UsageFault
-from . import differences
+from . import differences, publishing
 from .encoding import INT32, DeltaPair, Encoded, Encoder
+from .forms import FORMS, number_in
 from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, DeltaEntry, Header, digest_of_tree, read_header
+from .publishing import Publication
 from .reading import LONGEST, NAME, DeltaLink, base_tensors, joined, wrong_base
 
 VLLM = "vllm"
+FALSE = "does not make the newer checkpoint: report this, with both files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,8 @@ def delta(
     path: str | os.PathLike[str],
     *,
     layout: str | None = None,
+    encoding: str | None = None,
+    checksum: str | None = None,
     state: str | None = None,
     base_name: str | None = None,
     verify: bool | None = None,
@@ -92,9 +99,12 @@ def delta(
         base: the older checkpoint: a path, or an open one.
         new: the newer one.
         path: the delta, a file of safetensors; `-` is standard output.
-        layout: None, or `vllm` for the layout of vLLM's sparse patches alone, from which nothing but changed
-            values of the same tensors can be had.
-        state: for `vllm`, the dotted path of the model's state in both; found when None.
+        layout: None; or the form of another program, which holds nothing but changed values of the same
+            tensors: `weight-v`, `skyrl`, `prime-rl` (folders), `trl`, `vllm` (files). The name of the first
+            four ends with the version.
+        encoding, checksum: for `weight-v` and `skyrl`, others than their usual ones: `overwrite`; `blake3`,
+            `adler32`, `sha256`.
+        state: for a layout, the dotted path of the model's state in both; found when None.
         base_name: the name under which the base will lie beside the delta; its own when None.
         verify: True: apply what was written to the base, and compare the digest. False: do not compare the
             checksums of what is read either.
@@ -120,18 +130,34 @@ def delta(
         True
     """
     name = os.fspath(path)
-    if not os.path.isdir(name) and (format_of_name(name) not in (None, safetensors.NAME) or unwritable(name)):
+    is_file = layout not in FORMS or not FORMS[layout].index
+    if (encoding or checksum) and layout not in FORMS:
+        hint = f"give --as, which is one of {', '.join(FORMS)}"
+        raise UsageFault("--encoding and --checksum are of the forms of other programs", hint=hint)
+    if (
+        is_file
+        and not os.path.isdir(name)
+        and (format_of_name(name) not in (None, safetensors.NAME) or unwritable(name))
+    ):
         hint = f"name it {shlex.quote(os.path.splitext(name)[0])}.safetensors"
         raise UsageFault(f"{name}: a delta is a file of safetensors, and its name says otherwise", hint=hint)
     with opened(base) as older, opened(new) as newer:
         for each in (older, newer):
             if fault := elsewhere(each.path, each.tree):
                 raise fault
-        OutputPlace.at(name, force, (older,), newer).require()
+        place, form = OutputPlace.at(name, force, (older,), newer), None
+        if layout in FORMS:
+            form = Publication.of(layout, name, older, encoding, checksum)
+            form.require_packages()
+        place.require(None if is_file or form is None else partial(publishing.files_of, form.form))
         before = _versions(older, newer)
         if expect is not None:
             expect(newer.nbytes * (2 if verify else 1))
         job = _Job(older, newer, name, progress or (lambda count: None), base_name, verify is not False)
+        if form is not None:
+            made = _published(job, state, form, place, verify=verify, dry_run=dry_run)
+            _require_unchanged(before, _versions(older, newer))
+            return made
         file, entries, digest = _patch(job, state) if layout == VLLM else _delta(job)
         _require_unchanged(before, _versions(older, newer))
         choices: dict[str, Any] = {"verify": verify, "force": force, "dry_run": dry_run}
@@ -205,8 +231,13 @@ def false_digests(made: Checkpoint, progress: Progress | None) -> Iterator[tuple
     Last comes the state of the model, if its digest is another.
     """
     source = made.shards[-1]
-    header = read_header(safetensors.read(source))
     flat = full.encode_entry(made.path, made.tree, made.protocol)
+    file = safetensors.read(source) if safetensors.sniff(source.read(0, min(9, source.size))) else None
+    if file is None or ENTRY not in file.metadata or file.format in FORMS:
+        for _ in tensor_digests(flat.tensors, progress):  # raises what is wrong
+            pass
+        return
+    header = read_header(file)
     values = {name: value.decode() for name, value in tensor_digests(flat.tensors, progress)}
     for name, entry in header.tensors.items():
         if values.get(name) != entry.digest:
@@ -241,8 +272,8 @@ def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str,
     return DeltaPair(name, new)
 
 
-def _patch(job: _Job, where: str | None) -> Made:
-    """Make a patch for vLLM: for each tensor that changed, flat places as int32 and the values there."""
+def _alike(job: _Job, where: str | None) -> dict[str, DeltaPair]:
+    """Return the tensors of both states in pairs; refuse what is no change of values alone."""
     states = [checkpoint.state(where) for checkpoint in (job.base, job.new)]
     for checkpoint, state in zip((job.base, job.new), states, strict=True):
         require_plain(checkpoint.path, state.likes, "can't be patched")
@@ -254,16 +285,75 @@ def _patch(job: _Job, where: str | None) -> Made:
             what = (
                 f"'{name[:80]}' is {said[1]}, and {said[0]} in {job.base.path}: a patch changes values alone"
             )
-            raise Refused(job.new.path, what, hint="leave out --as vllm")
+            raise Refused(job.new.path, what, hint="leave out --as: our own form holds it")
         if (kind := new[name].dtype).safetensors is None:
             raise Refused(job.new.path, f"'{name[:80]}' is {kind.name}, a type that safetensors lacks")
-        if new[name].numel > INT32:
+    return {name: DeltaPair(name, new[name], old[name], name) for name in new}
+
+
+def _once(job: _Job, pairs: Mapping[str, DeltaPair]) -> dict[str, DeltaPair]:
+    """Return pairs without the other names of tensors, which no file of safetensors has.
+
+    Raises Refused where such a name is no longer one: there is no place for its values.
+    """
+    olds = {name: pair.base for name, pair in pairs.items() if pair.base is not None}
+    ties = safetensors.ties(olds, job.base.metadata)
+    for name, kept in ties.items():
+        if pairs[name].new.view != pairs[kept].new.view and not same_values(pairs[name].new, pairs[kept].new):
+            what = f"'{name[:80]}' is no longer another name of '{kept[:80]}', as in {job.base.path}"
+            raise Refused(job.new.path, what, hint="leave out --as: our own form holds it")
+    return {name: pair for name, pair in pairs.items() if name not in ties}
+
+
+def _places(job: _Job, pairs: Mapping[str, DeltaPair]) -> Encoded:
+    """Return changes as places in int32 and values."""
+    for name, pair in pairs.items():
+        if pair.new.numel > INT32:
             raise Refused(job.new.path, f"'{name[:80]}' has places that int32 can't name")
-    pairs = {name: DeltaPair(name, new[name], old[name], name) for name in new}
-    made = _encoded(job, pairs, frozenset((SAME, SPARSE)))
+    return _encoded(job, pairs, frozenset((SAME, SPARSE)))
+
+
+def _patch(job: _Job, where: str | None) -> Made:
+    """Make a file for vLLM's patches: flat places as int32 and the values there."""
+    made = _places(job, _alike(job, where))
     shapes = {name: entry.shape for name, entry in made.entries.items() if entry.kind == SPARSE}
     texts = {"shapes": json.dumps(shapes, ensure_ascii=False, separators=(",", ":"))}
     return _file(job.new.source, made, OF_TORCH | texts), made.entries, None
+
+
+def _published(
+    job: _Job, where: str | None, form: Publication, place: OutputPlace, *, verify: bool | None, dry_run: bool
+) -> Delta:
+    """Write a delta in the form of another program."""
+    pairs, changes = _once(job, _alike(job, where)), 0
+    if form.form.counts:
+        with Checksums(job.base, job.base.storages() if job.compares else ()) as of_base:
+            with Checksums(job.new, job.new.storages() if job.compares else ()) as of_new:
+                contents, changes = publishing.of_frames(form, job.path, pairs, job.progress)
+                of_new.finish()
+            of_base.finish()
+    else:
+        made = _places(job, pairs)
+        contents = publishing.of_places(form, job.path, made)
+        changes = sum(entry.kind == SPARSE for entry in made.entries.values())
+    if form.form.index:
+        saved = publishing.written(form, place, contents, dry_run=dry_run)
+    else:
+        (tensors,), (texts,) = contents[0].values(), contents[1].values()
+        file = Checkpoint(job.new.source, safetensors.NAME, OrderedDict_(tensors), metadata=texts)
+        choices: dict[str, Any] = {"force": place.force, "dry_run": dry_run, "verify": verify}
+        saved = save(file, job.path, to=safetensors.NAME, needed=(job.base,), **choices)
+    if verify and not dry_run:
+        with open_alone(job.path) as patch:
+            made_again = joined(DeltaLink(job.base), patch).checkpoint.state(where).tensors
+            for name, pair in pairs.items():
+                if not same_values(made_again[name], pair.new):
+                    raise Refused(
+                        job.path, "does not make the newer checkpoint: report this, with both files"
+                    )
+    kind = XOR if form.form.counts else SPARSE
+    counted = {SAME: len(pairs) - changes, SPARSE: 0, XOR: 0, NEW: 0} | {kind: changes}
+    return Delta(saved, counted, job.new.nbytes, None)
 
 
 def _encoded(job: _Job, pairs: Mapping[str, DeltaPair], ways: frozenset[str]) -> Encoded:
@@ -312,7 +402,7 @@ def _require_same(job: _Job, path: str) -> None:
         made = joined(DeltaLink(job.base), file, digests=True).checkpoint
         with Checksums(made, made.storages()) as checksums:
             if checksums.damaged(job.progress):
-                raise Refused(path, "does not make the newer checkpoint: report this, with both files")
+                raise Refused(path, FALSE)
 
 
 # ---- Deltas applied to a base: nothing counts before the base, and what comes of it, are what they
@@ -363,7 +453,7 @@ def apply(
     with visit():
         first = open_any(base)
         files = [open_alone(name) for name in names]
-    links = [DeltaLink(first)]
+    links = [DeltaLink(first, version=number_in(first.path))]
     for file in files:
         links.append(joined(links[-1], file, digests=file is files[-1]))
     source = files[-1].source.called("+".join([first.path, *names]))
@@ -384,4 +474,8 @@ def apply(
     if not lazily:
         with Checksums(made, made.storages()) as of_made:
             of_made.finish(progress)
+        if any(file.format in FORMS for file in files):  # which compare values while they are made
+            tensors = dict(made.tensors())
+            for _ in tensor_digests(tensors, None):
+                pass
     return made

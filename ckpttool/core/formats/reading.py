@@ -151,6 +151,9 @@ def _read_folder(name: str) -> Checkpoint:
         names = [file for file in listed(name) if not file.startswith(OF_MACOS)]
     except OSError as error:
         raise Unreadable(name, reason(error)) from error
+    deltas = find("deltas.forms") if shards.MANIFESTS & {*names} else None
+    if deltas and (patch := deltas.of_folder(name, names)):
+        return cast(Checkpoint, patch)
     telling = _telling(name, names)
     if telling in (None, METADATA):
         ranks = find("ranks.frameworks")

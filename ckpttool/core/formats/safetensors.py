@@ -66,6 +66,7 @@ NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
 DELTA = "ckpttool.delta"  # the entry of the metadata that makes a file a delta
+PATCH = "sparse_weight_patch"  # the format that TRL's deltas state
 
 Tensors = Mapping[str, ref.TensorRef]
 
@@ -106,6 +107,8 @@ def read(source: ref.Source) -> Checkpoint:
         tree, protocol = full.decode_entry(source.path, tensors, text)
         return Checkpoint(source, NAME, tree, protocol, metadata, full=True)
     state = OrderedDict_(tensors)
+    if metadata.get("format") == PATCH and metadata.get("sparse") == "True":
+        return Checkpoint(source, "trl", state, 2, {DELTA: json.dumps(metadata)})
     # Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
     for name, kept in [*metadata.items()]:
         if kept in tensors and name not in tensors and name not in RESERVED:

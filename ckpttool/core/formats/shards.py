@@ -10,9 +10,10 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 from ...errors import Damaged, Unreadable, Unsupported
+from ...rooms import need
 from ..checkpoint import full
 from ..checkpoint.checkpoint import Checkpoint, Remark
 from ..files.commit import allow_open_files, writing_into
@@ -87,6 +88,9 @@ RECORDS, OF_RUN = {"log.jsonl", "run.jsonl"}, {"last.pt", "best.pt"}
 # The entry of an index's metadata that records which names are another name of a tensor.
 TIES = "ckpttool.ties"
 
+# What tells of a delta of SkyRL or prime-rl, which lists its files.
+MANIFESTS = {"manifest.json", "sparse_update_manifest.json"}
+
 # Entries of an index's metadata that are counted again, or read here.
 KNOWN_FACTS = {"total_size", "total_parameters", full.ENTRY, TIES}
 
@@ -119,6 +123,8 @@ def read(source: Source) -> Checkpoint:
         fault.hint = _instead(source, wanted) or fault.hint
         raise
     whole = _whole(source, kind, shards, state)
+    if isinstance(facts, dict) and "delta_encoding" in facts:
+        return cast(Checkpoint, need("deltas.forms").of_index(whole, facts, shards.values()))
     remarks = (Remark(like.pattern, what) for like, what in _gaps(wanted))
     whole = replace(whole, remarks=(*whole.remarks, *remarks))
     if facts is None:

@@ -1,0 +1,151 @@
+"""A folder of versions: whole checkpoints, its anchors, and deltas, each made from another version."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.formats.reading import open_alone
+from ..core.remote.places import is_folder, names_in
+from ..core.system import join
+from ..errors import CkptToolError, Unreadable
+from . import forms, header
+
+# Where TRL keeps its files; other forms have theirs in the folder itself.
+BELOW = ("anchors", "deltas")
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version in a folder.
+
+    Attributes:
+        version: its number.
+        base: the number of what it is made from; None for a whole checkpoint.
+        nbytes: of its files.
+        complete: it can be made of what is in the folder, or of that and a base from elsewhere.
+        name: its file or folder.
+        form: its format.
+        problem: why it can't be made; "" where it can.
+    """
+
+    version: int
+    base: int | None
+    nbytes: int = field(metadata={"json": "bytes"})
+    complete: bool
+    name: str
+    form: str | None
+    problem: str = ""
+
+
+def in_folder(folder: str) -> list[Version]:
+    """Return the versions in a folder, the oldest first; of two of one number a whole one.
+
+    What a writer has not put in its place yet has a name of its own, and is none.
+    """
+    found: dict[int, Version] = {}
+    for name in _names(folder):
+        each = _looked_at(folder, name, sorted(found))
+        if each and (each.version not in found or found[each.version].base is not None):
+            found[each.version] = each
+    return [_judged(each, found) for _, each in sorted(found.items())]
+
+
+def is_one(folder: str) -> bool:
+    """Return whether a folder holds versions of which some are deltas in the forms of other programs."""
+    return any(each.form in forms.FORMS for each in in_folder(folder)) if is_folder(folder) else False
+
+
+def _names(folder: str) -> list[str]:
+    """Return what is named as versions are, by number."""
+    names = names_in(folder)
+    names += [
+        f"{below}/{name}" for below in BELOW if below in names for name in names_in(join(folder, below))
+    ]
+    numbered = [name for name in names if forms.number_in(name) is not None]
+    return sorted(numbered, key=lambda name: (forms.number_in(name) or 0, name))
+
+
+def _looked_at(folder: str, name: str, before: list[int]) -> Version | None:
+    path, number = join(folder, name), forms.number_in(name) or 0
+    try:
+        with open_alone(path) as file:
+            base = None
+            if file.format in forms.FORMS:
+                patch = forms.patch_of(file)
+                number = number if patch.version is None else patch.version
+                base = patch.base
+                if base is None:  # TRL's, which state none
+                    base = before[-1] if before else 0
+            elif header.is_delta(file):
+                base = forms.number_in(header.read_header(file).base.name) or 0
+            return Version(number, base, file.nbytes, True, name, file.format)
+    except CkptToolError as fault:
+        return Version(
+            number, None, 0, False, name, None, fault.reason if hasattr(fault, "reason") else str(fault)
+        )
+
+
+def _judged(each: Version, found: Mapping[int, Version]) -> Version:
+    """Return a version with what stands in its way."""
+    link, seen = each, set[int]()
+    while not link.problem and link.base is not None:
+        seen.add(link.version)
+        below = found.get(link.base)
+        if link.base in seen:
+            return _broken(each, f"version {link.version} is its own base, by way of others")
+        if below is None and link.base:
+            return _broken(each, f"version {link.base} is missing, which version {link.version} is made from")
+        if below is None:
+            return each  # version 0 is what the reader has
+        link = below
+    if not link.problem:
+        return each
+    return _broken(each, link.problem if link is each else f"version {link.version}: {link.problem}")
+
+
+def _broken(each: Version, why: str) -> Version:
+    return Version(each.version, each.base, each.nbytes, False, each.name, each.form, why)
+
+
+def chain_of(folder: str, version: int | None) -> tuple[list[str], bool]:
+    """Return the files that a version is made of, from front to back, and whether the first is a whole one.
+
+    Args:
+        folder: a folder of versions.
+        version: its number; None for the newest that can be made.
+
+    Raises:
+        Unreadable: it is not there, or can't be made; the error names the link that is missing or cut.
+    """
+    found = {each.version: each for each in in_folder(folder)}
+    hint = f"see what is there: ckpttool inspect {shlex.quote(folder)}"
+    if version is None:
+        version = max((number for number, each in found.items() if each.complete), default=None)
+    if version is None or version not in found:
+        what = "holds no version that can be made" if version is None else f"has no version {version}"
+        raise Unreadable(folder, what, hint=hint)
+    each = found[version]
+    if not each.complete:
+        raise Unreadable(join(folder, each.name), f"can't be made: {each.problem}", hint=hint)
+    names = [each.name]
+    while each.base is not None and each.base in found:
+        each = found[each.base]
+        names.append(each.name)
+    return [join(folder, name) for name in reversed(names)], each.base is None
+
+
+def before(file: Checkpoint) -> str | None:
+    """Return where the version lies that a delta of another form is made from; None where it does not."""
+    patch, folder = forms.patch_of(file), os.path.dirname(file.path.rstrip("/"))
+    if os.path.basename(folder) in BELOW and file.format == "trl":
+        folder = os.path.dirname(folder)
+    numbered = [(forms.number_in(name) or 0, name) for name in _names(folder or ".")]
+    base = patch.base
+    if base is None:
+        base = max((number for number, _ in numbered if number < (patch.version or 0)), default=None)
+    names = [name for number, name in numbered if number == base]
+    return join(folder, names[0]) if names and base != patch.version else None
