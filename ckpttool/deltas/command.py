@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -32,13 +33,17 @@ def _printed() -> Fields:
 @options.output_argument
 @options.option(
     "--as LAYOUT",
-    "Write no delta, but a sparse patch as vLLM takes it: for each tensor NAME.indices and NAME.values.",
+    "Write the form that another program reads, of values alone; vllm: a file for its patches in memory.",
     "layout",
-    type=click.Choice(["vllm"]),
+    type=click.Choice(["weight-v", "skyrl", "prime-rl", "trl", "vllm"]),
 )
+@options.option("--encoding NAME", "With --as weight-v: xor, the usual one, or overwrite.")
+@options.option("--checksum NAME", "With --as weight-v: xxh3-128, blake3 or adler32; skyrl: also sha256.")
 @options.state_option
 @options.folder_options
-def delta(job: options.WriteJob, new: str, layout: str | None) -> None:
+def delta(
+    job: options.WriteJob, new: str, layout: str | None, encoding: str | None, checksum: str | None
+) -> None:
     """Write what changed from BASE to NEW, so that apply makes NEW of BASE again, to the last bit.
 
     OUTPUT is a file of safetensors, and its name says no other format. Of each tensor it holds the smallest
@@ -47,17 +52,21 @@ def delta(job: options.WriteJob, new: str, layout: str | None) -> None:
     identify both. Wherever a checkpoint stands, BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With
     --verify it is applied once, and the result compared.
 
+    With --as, OUTPUT's name ends with its version: a folder weight_v000012 (SGLang, slime, miles, stitch,
+    ModelExpress), delta-00000012 (SkyRL) or step_12 (prime-rl), or a file step_000012.safetensors (TRL). It
+    can't hold a tensor that is new, is gone or has another type or shape. vLLM itself reads no file.
+
     \b
     Examples:
       ckpttool delta step-100.pt step-200.pt step-200.delta.safetensors
       ckpttool diff step-100.pt step-200.delta.safetensors
-      ckpttool delta base.safetensors tuned.safetensors out.safetensors --as vllm
+      ckpttool delta base.safetensors tuned.safetensors sync/weight_v000001 --as weight-v
     """
     from . import writing
 
     console, started = job.console, time.perf_counter()
     if job.state is not None and layout is None:
-        hint = "leave it out; for that state alone: ckpttool slim first, or --as vllm"
+        hint = "leave it out; for that state alone: ckpttool slim first, or --as"
         raise UsageFault("a delta keeps everything in NEW, so --state would have no effect", hint=hint)
     with open_file(console, job.input) as older, open_file(console, new) as newer:
         if layout is not None:
@@ -68,6 +77,8 @@ def delta(job: options.WriteJob, new: str, layout: str | None) -> None:
                 newer,
                 job.output,
                 layout=layout,
+                encoding=encoding,
+                checksum=checksum,
                 state=job.state,
                 verify=job.verify,
                 force=job.force,
@@ -76,7 +87,7 @@ def delta(job: options.WriteJob, new: str, layout: str | None) -> None:
             )
     if made.without_zstd:
         console.note(f"zstd is missing, so no tensor is kept as a packed XOR; {install('delta')}")
-    if made.saved.nbytes >= made.of and layout is None:
+    if made.saved.nbytes >= made.of and layout != "vllm":
         console.note("the delta is no smaller than NEW: keep NEW itself")
     forms = {"same": "unchanged", "sparse": "sparse", "xor": "packed", "new": "whole"}
     said = ", ".join(f"{count} {forms[kind]}" for kind, count in made.kinds.items() if count)
@@ -97,8 +108,9 @@ def delta(job: options.WriteJob, new: str, layout: str | None) -> None:
 )
 @options.to_option
 @options.full_option
+@options.option("--version N", "Which version of a folder of versions; default: the newest.", type=int)
 @options.writing_options
-def apply(job: options.WriteJob, to: str | None, full: bool) -> None:
+def apply(job: options.WriteJob, to: str | None, full: bool, version: int | None) -> None:
     """Make of BASE what it became by each DELTA, one after another, to the last bit.
 
     BASE may have any format, if its values are those that the first DELTA was made from: their checksums
@@ -106,19 +118,28 @@ def apply(job: options.WriteJob, to: str | None, full: bool) -> None:
     OUTPUT's format follows its name; a .pt holds everything that the last checkpoint did, and a
     .safetensors the model, or with --full everything.
 
+    In place of the deltas, or of BASE and them, a folder of versions may stand, which ckpttool inspect lists.
+    A whole version in it is an anchor, and takes the place of BASE.
+
     \b
-    Example:
+    Examples:
       ckpttool apply step-100.pt step-200.delta.safetensors step-200.pt
+      ckpttool apply base.safetensors sync new.safetensors --version 1
     """
     from ..core import formats
-    from . import writing
+    from . import versions, writing
 
+    named = versions.expanded(job.inputs, version)
+    is_alone = named == [*job.inputs]
+    job = replace(job, inputs=tuple(named), input=named[0])
     base, *deltas = job.inputs
-    if not deltas:
+    if not deltas and is_alone:
         hint = f"ckpttool apply {printable(base)} DELTA OUTPUT; for its contents: ckpttool inspect"
         raise UsageFault("apply needs a BASE, a DELTA and an OUTPUT", hint=hint)
 
     def opening() -> Checkpoint:
+        if not deltas:  # a whole version
+            return formats.open(base)
         with job.console.bar("checking") as bar:
             return writing.apply(base, deltas, lazily=not job.dry_run, **bar.calls)
 

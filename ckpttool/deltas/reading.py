@@ -233,7 +233,7 @@ def chained(name: str, first: Checkpoint, deltas: Sequence[str], open_file: Open
         Damaged, Unsupported: as `read_header` does, and as opening a base does.
     """
     files = [*_with_bases(first, open_file)]
-    files = [*reversed(files), *map(open_file, deltas)]
+    files = [*reversed(files), *map(open_file, versions.expanded(deltas))]
     if len(files) > LONGEST + 1:
         raise Unreadable(name, f"is a chain of more than {LONGEST} deltas", hint=_shorter(name))
     link = DeltaLink(files[0], version=forms.number_in(files[0].path))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.formats import folders, shards
 from ..core.formats.reading import open_alone
 from ..core.remote.places import is_folder, names_in
 from ..core.system import join
-from ..errors import CkptToolError, Unreadable
+from ..errors import CkptToolError, Unreadable, UsageFault
 from . import forms, header
 
 # Where TRL keeps its files; other forms have theirs in the folder itself.
@@ -54,9 +55,30 @@ def in_folder(folder: str) -> list[Version]:
     return [_judged(each, found) for _, each in sorted(found.items())]
 
 
-def is_one(folder: str) -> bool:
-    """Return whether a folder holds versions of which some are deltas in the forms of other programs."""
-    return any(each.form in forms.FORMS for each in in_folder(folder)) if is_folder(folder) else False
+def expanded(paths: Sequence[str], version: int | None = None) -> list[str]:
+    """Return paths, a folder of versions as the files that one of them is made of.
+
+    A whole version takes the place of what stands before it. Raises Unreadable as `chain_of`, and UsageFault
+    for a version where no path is such a folder.
+    """
+    found: list[str] = []
+    for path in paths:
+        if not _holds_versions(path):
+            found.append(path)
+            continue
+        names, is_whole = chain_of(path, version)
+        found = names if is_whole else [*found, *names]
+    if version is not None and found == [*paths]:
+        hint = "name a folder that holds versions, or leave out --version"
+        raise UsageFault(f"--version {version}: no input is a folder of versions", hint=hint)
+    return found
+
+
+def _holds_versions(path: str) -> bool:
+    if not is_folder(path):
+        return False
+    known = (shards.INDEX, folders.METADATA, *shards.MANIFESTS)
+    return not any(name.endswith(known) for name in names_in(path)) and bool(_names(path))
 
 
 def _names(folder: str) -> list[str]:

@@ -31,7 +31,7 @@ from ..core.remote.urls import canonical, is_url, without_query
 from ..core.tensors.ref import Source, TensorRef
 from ..core.tensors.values import same_values
 from ..errors import Refused, UsageFault
-from . import differences, publishing
+from . import differences, publishing, versions
 from .encoding import INT32, DeltaPair, Encoded, Encoder
 from .forms import FORMS, number_in
 from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, DeltaEntry, Header, digest_of_tree, read_header
@@ -414,8 +414,9 @@ Path = str | os.PathLike[str]
 
 def apply(
     base: Path,
-    deltas: Sequence[Path],
+    deltas: Sequence[Path] = (),
     *,
+    version: int | None = None,
     lazily: bool = False,
     progress: Progress | None = None,
     expect: Progress | None = None,
@@ -426,8 +427,9 @@ def apply(
     compared when it is read.
 
     Args:
-        base: the checkpoint that the first delta was made from, in any format.
-        deltas: files of `ckpttool.delta`, in the order in which they were made.
+        base: the checkpoint that the first delta was made from, in any format; or a folder of versions.
+        deltas: files of `ckpttool.delta`, in the order in which they were made; or a folder of versions.
+        version: which one of that folder; the newest when None.
         lazily: compare the base now, and the digest of what comes of it in the pass that saves it, which
             raises Damaged before it counts. Otherwise both are compared now, and the second again when it is
             saved.
@@ -440,6 +442,7 @@ def apply(
         Damaged: what comes of them is not what the last delta was made from; or a delta breaks the rules.
         UsageFault: there are no deltas, or more than 64.
         Unreadable, Unsupported: as `ckpttool.open` raises them; Unsupported also where zstd is missing.
+            Unreadable also where a version is missing, or can't be read, that another is made from.
 
     Example:
         >>> made = ckpttool.delta("model.safetensors", "tuned.safetensors", "step.delta.safetensors")
@@ -447,9 +450,12 @@ def apply(
         ...     ckpttool.digest(newer) == ckpttool.digest("tuned.safetensors")
         True
     """
-    if not 0 < len(deltas) <= LONGEST:
-        raise UsageFault(f"{len(deltas)} deltas were given", hint=f"name from 1 to {LONGEST}")
-    names = [canonical(os.fspath(path)) for path in deltas]
+    given = [canonical(os.fspath(path)) for path in (base, *deltas)]
+    base, *names = versions.expanded(given, version)
+    if not names and [base] != given:
+        return open_any(base)
+    if not 0 < len(names) <= LONGEST:
+        raise UsageFault(f"{len(names)} deltas were given", hint=f"name from 1 to {LONGEST}")
     with visit():
         first = open_any(base)
         files = [open_alone(name) for name in names]

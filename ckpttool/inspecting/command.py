@@ -15,8 +15,10 @@ from ..core.cli import options
 from ..core.cli.console import Console, columns, table, terminal_width, without, wrapped
 from ..core.cli.reading import Answer, answer_each, fields_of, open_file
 from ..core.cli.schemas import Fields, fields_like
+from ..core.remote.places import is_folder
 from ..core.words import counted, number, printable, show_bytes, show_names
-from ..errors import SeveralCheckpoints
+from ..errors import SeveralCheckpoints, Unreadable
+from ..rooms import find
 
 if TYPE_CHECKING:
     from .other_contents import OtherRow
@@ -60,7 +62,14 @@ def _printed() -> list[Fields]:
         "path": (str, "the folder of a run"),
         "checkpoints": ([checkpoint], "those in it, the newest first"),
     }
-    return [file, run]
+    versions: list[Fields] = []
+    if (room := find("deltas.versions")) is not None:
+        each = {
+            "path": (str, "a folder of versions"),
+            "versions": ([fields_like(room.Version)], "the oldest first"),
+        }
+        versions.append(each)
+    return [file, run, *versions]
 
 
 @options.command("Look", "Show what is in a file, without running any of it", _printed, several=True)
@@ -77,7 +86,8 @@ def inspect(
     """Show what is in each FILE, without loading it or running anything it names.
 
     Modules are shown as a tree, as deep as fits on a screen; identical ones in a row are shown in one line,
-    with their totals. Of a run's folder the checkpoints in it are listed.
+    with their totals. Of a run's folder the checkpoints in it are listed, and of a folder of versions which
+    of them can be made.
 
     \b
     Example:
@@ -93,10 +103,13 @@ def inspect(
     def answer(file: str) -> Answer:
         try:
             opened = open_file(console, file)
-        except SeveralCheckpoints:
-            if pages or (run := _of_run(file)) is None:
+        except Unreadable as fault:
+            several = None if pages else _of_versions(file)
+            if several is None and not pages and isinstance(fault, SeveralCheckpoints):
+                several = _of_run(file)
+            if several is None:
                 raise
-            return run
+            return several
         with opened as checkpoint:
             summary = summarize(checkpoint, state)
             stats: Mapping[str, Stats | None] = {}
@@ -122,6 +135,22 @@ def inspect(
             return Answer("\n".join(lines), {})
 
     return answer_each(files, console, answer, between="" if listed else "\n")
+
+
+def _of_versions(folder: str) -> Answer | None:
+    """Return the table of the versions in a folder; None if none of them is a delta of another program."""
+    versions: Any = find("deltas.versions")
+    found = versions.in_folder(folder) if versions and is_folder(folder) else []
+    if not any(each.base is not None and each.form != "safetensors" for each in found):
+        return None
+    rows = [("version", "made from", "bytes", "form", "")]
+    for each in found:
+        base = "" if each.base is None else str(each.base)
+        rows.append((str(each.version), base, show_bytes(each.nbytes), each.form or "", each.problem))
+    first = f"{printable(folder)}: {counted(len(found), 'version')}, the oldest first"
+    return Answer(
+        "\n".join([first, *table(rows, (3, 4))]), {"path": folder, "versions": [*map(fields_of, found)]}
+    )
 
 
 def _of_run(folder: str) -> Answer | None:
