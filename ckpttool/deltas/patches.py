@@ -118,7 +118,7 @@ class Rewritten:
                 piece = next(self._rest)
                 self._kept.append((self._end, piece))
                 self._end += len(piece)
-                while self._end - self._first > WINDOW and self._kept[0][0] + len(self._kept[0][1]) <= start:
+                while self._end - self._first > WINDOW and len(self._kept) > 1 and self._kept[1][0] <= start:
                     self._kept.popleft()
                     self._first = self._kept[0][0]
             for at, piece in self._kept:

@@ -43,7 +43,7 @@ SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", 
 # Libraries that a plain install lacks, and the extra of ckpttool that brings each
 EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
 EXTRAS |= dict.fromkeys(("urllib3", "obstore", "huggingface_hub"), "remote")
-EXTRAS |= {"zstandard": "delta"}
+EXTRAS |= dict.fromkeys(("zstandard", "xxhash", "blake3"), "delta")
 
 
 GOES_ON = "; what was written is kept: the same command with --resume goes on with it"
