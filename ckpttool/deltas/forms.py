@@ -94,8 +94,10 @@ FORMS = {
 }
 OF_PRIME = "prime-rl-sparse-update"  # what its manifest states
 
-# The last number in the name of a version: weight_v000012, v00000012, delta-00000012, step-200, step_000012.
-NUMBER = re.compile(r"(?P<stem>.*?(?:weight_v|delta-|step[-_]|^v))(?P<number>\d{1,15})(?P<end>[.\w]*)")
+# The number in the name of a version: weight_v000012, v00000012, delta-00000012, step-200, step_000012.
+# What is not in its place yet ends in another way.
+STEMS, ENDS = r"weight_v|delta-|v|(?:.*[-_])?step[-_]?", r"\.(?:delta\.)?(?:safetensors|pt|pth|bin|ckpt)"
+NUMBER = re.compile(rf"(?:{STEMS})(?P<number>\d{{1,15}})(?:{ENDS})?")
 
 
 def number_in(path: str) -> int | None:

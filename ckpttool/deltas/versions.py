@@ -55,6 +55,11 @@ def in_folder(folder: str) -> list[Version]:
     return [_judged(each, found) for _, each in sorted(found.items())]
 
 
+def holds_deltas(folder: str) -> bool:
+    """Return whether a folder holds a version that is made from another."""
+    return any(each.base is not None for each in in_folder(folder))
+
+
 def expanded(paths: Sequence[str], version: int | None = None) -> list[str]:
     """Return paths, a folder of versions as the files that one of them is made of.
 

@@ -141,7 +141,7 @@ def _of_versions(folder: str) -> Answer | None:
     """Return the table of the versions in a folder; None if none of them is a delta of another program."""
     versions: Any = find("deltas.versions")
     found = versions.in_folder(folder) if versions and is_folder(folder) else []
-    if not any(each.base is not None and each.form != "safetensors" for each in found):
+    if all(each.base is None or each.form == "safetensors" for each in found):  # our own are a run's
         return None
     rows = [("version", "made from", "bytes", "form", "")]
     for each in found:

@@ -33,12 +33,14 @@ def _printed() -> list[Fields]:
 @options.option(
     "--keep-newest N", "With --in-place: leave the newest N as they are.", type=click.IntRange(min=1)
 )
+@options.flag("--keep-anchors", "With --in-place: leave whole versions beside deltas as they are.")
 @options.several("--drop NAME", "With --in-place: leave out this alone, e.g. optimizer.")
 @options.writing_options
 def slim(
     job: options.WriteJob,
     in_place: bool,
     keep_newest: int | None,
+    keep_anchors: bool,
     drop: tuple[str, ...],
     model: str | None = None,
 ) -> None:
@@ -58,12 +60,16 @@ def slim(
     """
     if in_place:
         _require_sense(job, model, keep_newest)
-        _in_place(job, keep_newest or 1, drop)
+        _in_place(job, keep_newest or 1, drop, keep_anchors=keep_anchors)
         return
     if not job.output:
         hint = "give one; for the older checkpoints of a run: ckpttool slim --in-place RUN --keep-newest N"
         raise UsageFault("slim needs an OUTPUT, a new file", hint=hint)
-    for flag, given in (("--keep-newest", keep_newest), ("--drop", drop)):
+    for flag, given in (
+        ("--keep-newest", keep_newest),
+        ("--keep-anchors", keep_anchors),
+        ("--drop", drop),
+    ):
         if given:
             hint = "give it, or leave this out; to leave out entries: ckpttool convert --drop NAME"
             raise UsageFault(f"{flag} needs --in-place", hint=hint)
@@ -102,13 +108,14 @@ def _require_sense(job: options.WriteJob, model: str | None, keep_newest: int | 
             raise UsageFault(what, hint="leave it out" + ", or torchrun" * (name == "part"))
 
 
-def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...]) -> None:
+def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...], *, keep_anchors: bool) -> None:
     from .slimming import slim_in_place
 
     console, started = job.console, time.perf_counter()
     with console.bar("slimming") as bar:
         choices: dict[str, Any] = {"verify": job.verify, "dry_run": job.dry_run, **bar.calls}
-        run = slim_in_place(job.input, keep_newest=keep_newest, leave_out=drop, **choices)
+        choices |= {"keep_newest": keep_newest, "leave_out": drop, "keep_anchors": keep_anchors}
+        run = slim_in_place(job.input, **choices)
     seconds = time.perf_counter() - started
     for file in run.kept:
         if file.is_checkpoint or console.verbose:

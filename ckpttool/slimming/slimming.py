@@ -30,7 +30,9 @@ from ..core.formats.saving import save
 from ..core.inert_pickle.values import walk
 from ..core.remote.urls import is_url
 from ..core.words import counted
+from ..deltas.forms import number_in
 from ..deltas.header import is_delta, needed_by
+from ..deltas.versions import holds_deltas
 from ..errors import CkptToolError, Damaged, NothingToDo, Refused, UsageFault
 
 # What is written in the place of each format.
@@ -97,6 +99,7 @@ def slim_in_place(
     *,
     keep_newest: int,
     leave_out: Iterable[str] = (),
+    keep_anchors: bool = False,
     verify: bool | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -113,6 +116,8 @@ def slim_in_place(
         keep_newest: how many checkpoints stay as they are, at least 1: by their times, and last.* first.
         leave_out: dotted names of what is left out, such as `optimizer`, of each file that has a model's
             state and one of them; by default all but the model's state.
+        keep_anchors: leave files as they are whose names state a version, in a folder with deltas: a reader
+            may begin with them.
         verify: as for `save`.
         dry_run: replace nothing; the same result.
         progress: called with the number of bytes after each piece.
@@ -142,7 +147,7 @@ def slim_in_place(
             remove_abandoned(folder)
             remove_half_given(folder)
         files = sorted(files_in(folder), key=_age, reverse=True)
-        stay = _reasons(folder, files, keep_newest, names)
+        stay = _reasons(folder, files, keep_newest, names, keep_anchors=keep_anchors)
         results = [_planned(folder, file, stay.get(file.names[0], ""), names) for file in files]
         slimmed = tuple(result for result in results if not result.why)
         kept = tuple(result for result in results if result.why)
@@ -166,7 +171,7 @@ def _age(file: LinkedFile) -> tuple[bool, int, int, str]:
 
 
 def _reasons(
-    folder: str, files: Sequence[LinkedFile], keep_newest: int, names: Sequence[str]
+    folder: str, files: Sequence[LinkedFile], keep_newest: int, names: Sequence[str], *, keep_anchors: bool
 ) -> dict[str, str]:
     """Return why files stay as they are whatever is in them, by the first of their names."""
     why: dict[str, str] = {}
@@ -185,6 +190,9 @@ def _reasons(
         if kind == DELTA:
             why.setdefault(name, DELTA)
             deltas.append(os.path.join(folder, name))
+    for file in files if keep_anchors and (deltas or holds_deltas(folder)) else ():
+        if any(number_in(name) is not None for name in file.names):
+            why.setdefault(file.names[0], "is an anchor of versions")
     first = {name: file.names[0] for file in files for name in (*file.names, *file.symlinks)}
     for delta in sorted(deltas):
         for path in needed_by([delta]) - {delta}:
