@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .ranks.splitting import split as split
     from .reporting.report import report as report
     from .scanning.scan import scan as scan
+    from .sealing.seal import seal as seal
     from .slimming.slimming import slim_in_place as slim_in_place
     from .verifying.verify import digest as digest
     from .verifying.verify import verify as verify
@@ -99,6 +100,7 @@ else:
             "models.factory": "skeletons",
             "reporting.report": "report",
             "scanning.scan": "scan",
+            "sealing.seal": "seal",
             "slimming.slimming": "slim_in_place",
             "core.tensors.ref": "TensorRef",
             "averaging.average": "average",

@@ -17,6 +17,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "inspecting": (),
     "diffing": (),
     "verifying": ("diffing",),
+    "sealing": (),
     "reporting": ("inspecting", "diffing", "metrics"),
     "conforming": ("mapping",),
     "mapping": (),

@@ -31,6 +31,9 @@ def _printed() -> Fields:
     "Also compare the contents with those of OTHER, whatever its format.",
     type=options.PATH,
 )
+@options.option(
+    "--seal FILE", "The seal to compare with, e.g. of the same model in another format.", type=options.PATH
+)
 @options.flag("--finite", "Count NaN and infinity as problems.")
 @options.flag(
     "--no-code",
@@ -39,12 +42,18 @@ def _printed() -> Fields:
 @options.state_option
 @joined.reading_in_parts
 def verify(
-    console: Console, files: tuple[str, ...], against: str | None, state: str | None, **flags: bool
+    console: Console,
+    files: tuple[str, ...],
+    against: str | None,
+    state: str | None,
+    seal: str | None,
+    **flags: bool,
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
     torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it. Of a
-    delta it compares the digests too, and of an adapter the factors with adapter_config.json beside them.
+    delta it compares the digests too, of an adapter the factors with adapter_config.json beside them, and of
+    what has a seal each tensor and each file.
 
     \b
     Examples:
@@ -64,7 +73,9 @@ def verify(
             once = checkpoint.nbytes * (2 if checkpoint.format == "delta" else 1)  # digests, too
             passes = once + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
-                verified = checks.verify(checkpoint, against=other, state=state, progress=progress, **flags)
+                verified = checks.verify(
+                    checkpoint, against=other, state=state, seal=seal, progress=progress, **flags
+                )
             compared = [checkpoint, other] if other is not None else []
             note_unread(console, *compared)
             if other is not None:
@@ -89,6 +100,7 @@ def _note(console: Console, verified: Verified) -> None:
         console.note(f"and {len(verified.problems) - len(shown)} more: -v shows them")
     names = [f"{name} ({count})" for name, count in verified.non_finite.items()]
     console.note_names("NaN or infinite values", names)
+    console.note_names("only the tensors were compared with the seal, of", [*verified.unsealed])
     if verified.hint:
         console.note(f"hint: {printable(verified.hint)}", pasted=True)
 
@@ -97,6 +109,7 @@ def _line(file: str, against: str | None, verified: Verified) -> str:
     what = "contents" if verified.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and verified.ok else ""
     ok = "not finite, but not damaged" if verified.non_finite else "ok"
+    same += ", as it was sealed" if verified.sealed else ""
     verdict = f"{ok}{same}" if verified.ok else counted(len(verified.problems), "problem")
     free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in verified.free.items())
     uncovered = f"; no checksum covers {free}" if free else ""

@@ -6,7 +6,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from ..core.checkpoint.checkpoint import Checkpoint, require_all
 from ..core.checkpoint.checksums import Checksums, expect, reads_of, tensors_that_differ, with_parts
 from ..core.checkpoint.keys import stripping
+from ..core.checkpoint.settings import misfits
 from ..core.checkpoint.special_tensors import PLACEHOLDER, WRITTEN_BY_ALL
 from ..core.checkpoint.state import parts_beside
 from ..core.files import digest as hashing
@@ -29,6 +30,7 @@ from ..core.formats.reading import File, opened
 from ..core.formats.shards import TORCH
 from ..core.inert_pickle.known_names import names_in, names_that_run
 from ..core.lazy import shown_by
+from ..core.remote.urls import canonical
 from ..core.tensors.cast import FLOATS, count_non_finite
 from ..core.tensors.ref import ByteRange, Source, Storage, TensorRef, real_dtype
 from ..core.tensors.values import MAX_REPEATED, require_bounded, without_repeats
@@ -211,8 +213,8 @@ class FileProblem:
     Attributes:
         kind: `checksum`, `frame` (the bytes around a record), `non-finite`, `torch` (a remark of the reader),
             `ranks` (ranks differ, or have its values), `code` (a name that could run, or a record that
-            nothing refers to), or the difference from another file: `only-here`, `only-there`, `form` (dtype
-            or shape) or `values`.
+            nothing refers to), `seal` (not as it was sealed), `config` (not as config.json says), or the
+            difference from another file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
         name: the tensor or record.
         message: the problem, to be read after the name.
     """
@@ -361,6 +363,8 @@ class Verified:
         compared: what was compared with another file: `state`, or `everything` when both hold more than a
             model's state, or either holds none; None when there was no other file.
         hint: the next thing to do about the problems; None when there is none.
+        sealed: a seal was compared.
+        unsealed: files elsewhere of which only the tensors were compared with the seal.
         text_keys_here, text_keys_there: dicts of this file, and of the other, keyed by text where those of
             the other, or of this one, are keyed by numbers.
     """
@@ -372,6 +376,8 @@ class Verified:
     free: Mapping[str, int] = field(default_factory=dict, metadata={"json": "unvouched"})
     compared: str | None = None
     hint: str | None = None
+    sealed: bool = False
+    unsealed: tuple[str, ...] = ()
     text_keys_here: tuple[str, ...] = ()
     text_keys_there: tuple[str, ...] = ()
 
@@ -388,6 +394,7 @@ def verify(
     *,
     against: File | None = None,
     state: str | None = None,
+    seal: str | os.PathLike[str] | None = None,
     finite: bool = False,
     no_code: bool = False,
     progress: Progress | None = None,
@@ -400,11 +407,12 @@ def verify(
             more than that, or either holds no state, and none is named, everything else but module versions
             must be the same too.
         state: dotted path of the model's state, in both or in one of them; found when None.
+        seal: a path or URL of what `seal` wrote; the one beside the file, if there is one, when None.
         finite: NaN and infinity are problems; otherwise they are only counted.
         no_code: names in the file's pickle that could run something are problems, and records of the zip that
             nothing in it refers to.
         progress: called with the number of bytes after each piece. All bytes are read once, and once more to
-            compare them.
+            compare them, or to hash files of a model that is sealed.
 
     Returns:
         What was read and found: `.ok`, `.problems`, `.checked_bytes`, `.non_finite`.
@@ -423,10 +431,17 @@ def verify(
         checkpoint = stack.enter_context(opened(file))
         if (ranks := checkpoint.ranks) is not None:
             require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
+        sealing = find("sealing.checking")
+        sealed = (
+            sealing.seal_of(checkpoint, None if seal is None else canonical(os.fspath(seal)))
+            if sealing
+            else None
+        )
         expect(checkpoint.storages())
-        with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
+        with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums, sealed or nullcontext():
             differing = tensors_that_differ(checkpoint, verify=False)
-            non_finite = dict(_non_finite(checkpoint, differing, progress))
+            piece = hashing.PIECE if sealed else PIECE  # as one thread hashes them
+            non_finite = dict(_non_finite(checkpoint, differing, piece, progress))
             damaged = checksums.damaged(progress)
         for source in checkpoint.sources:
             source.check_rest()
@@ -440,12 +455,14 @@ def verify(
         problems += coverage.problems
         problems += _parts(checkpoint)
         problems += _left_empty(checkpoint)
+        problems += [FileProblem("seal", *found) for found in (sealed.mismatches(progress) if sealed else ())]
         if checkpoint.format == "delta":
             false = need("deltas.writing").false_digests(checkpoint, progress)
             known = {problem.name for problem in problems}
             problems += [FileProblem("checksum", name, what) for name, what in false if name not in known]
         if (lora := find("lora.adapter")) is not None:
             problems += [FileProblem("form", name, what) for name, what in lora.misfits(checkpoint)]
+        problems += [FileProblem("config", name, what) for name, what in misfits(checkpoint)]
         if finite:
             infinite = "of its values are NaN or infinite"
             problems += [FileProblem("non-finite", n, f"{c} {infinite}") for n, c in non_finite.items()]
@@ -456,8 +473,10 @@ def verify(
             compared, comparison, hint = _compare(checkpoint, other, state, progress)
             problems += _differences(comparison)
             keyed = comparison.text_keys_a, comparison.text_keys_b
-    said = tuple(problems), dict(coverage.free), compared, hint
-    return Verified(coverage.checked, coverage.unsummed, non_finite, *said, *keyed)
+    free = {} if sealed and sealed.covers else dict(coverage.free)
+    said = tuple(problems), free, compared, hint
+    of_seal = sealed is not None, tuple(sealed.unread) if sealed else ()
+    return Verified(coverage.checked, coverage.unsummed, non_finite, *said, *of_seal, *keyed)
 
 
 def _code(checkpoint: Checkpoint, strays: list[FileProblem]) -> list[FileProblem]:
@@ -527,7 +546,7 @@ def _problem(change: Change) -> FileProblem:
 
 
 def _non_finite(
-    checkpoint: Checkpoint, apart: Container[str], progress: Progress | None
+    checkpoint: Checkpoint, apart: Container[str], size: int, progress: Progress | None
 ) -> Iterator[tuple[str, int]]:
     """Yield tensors and how many of their values are not finite, read on several cores."""
     names: dict[tuple[object, ...], list[str]] = {}  # by view, so that ties are read once
@@ -554,7 +573,7 @@ def _non_finite(
 
     first_names = [some[0] for some in names.values()]
     sharing = shared("not finite", of, 0, int, int)
-    for piece, odd in map_bytes(work, [views[number][0] for number in left], PIECE, progress, sharing):
+    for piece, odd in map_bytes(work, [views[number][0] for number in left], size, progress, sharing):
         non_finite_counts[left[piece.number]] += odd
     counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
     named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}

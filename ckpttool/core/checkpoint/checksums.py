@@ -196,6 +196,12 @@ class Checksums:
         of_checksums = [self._named[number] for number in self._differing(progress)]
         return of_checksums + [(sums.name, sums.storage) for sums in self._unequal(progress)]
 
+    def digests(self, progress: Progress | None = None) -> list[str]:
+        """Return the digest of each storage that states one, whatever it states, when everything was read."""
+        self.__exit__()
+        self._unequal(progress)
+        return [sums.digest() for sums in self._digests]
+
     def _differing(self, progress: Progress | None) -> list[int]:
         """Read what was not read, and return the numbers of those with another checksum, in order."""
         sums = self._sums
@@ -336,11 +342,11 @@ class _Digest:
         self.name, self.storage, self.piece = name, storage, digest.PIECE
         self._pieces = digest.Pieces(storage.nbytes)
         self.see, self.unread = self._pieces.see, self._pieces.missing
-        self.pieces, self.take = self._pieces.done, self._pieces.take
+        self.pieces, self.take, self.digest = self._pieces.done, self._pieces.take, self._pieces.digest
 
     def agrees(self) -> bool:
         """Return whether all bytes, which have been seen, are those that are stated."""
-        return self._pieces.digest() == self.storage.digest
+        return self.digest() == self.storage.digest
 
 
 _Place = tuple[int, int, _Digest]  # where a storage begins and ends in its file
@@ -348,12 +354,13 @@ _Place = tuple[int, int, _Digest]  # where a storage begins and ends in its file
 
 def _hash(places: list[_Place], offset: int, data: memoryview | bytes) -> None:
     """Hash bytes that were read from `offset` of a file. Several threads may call this at once."""
-    number = bisect_right(places, offset, key=itemgetter(0)) - 1
-    if number < 0:
-        return
-    start, end, sums = places[number]
-    if offset + len(data) <= end and len(data):
-        sums.see(offset - start, data)
+    stop, number = offset + len(data), max(0, bisect_right(places, offset, key=itemgetter(0)) - 1)
+    while number < len(places) and places[number][0] < stop:
+        start, end, sums = places[number]
+        begin = max(offset, start)
+        if begin < end:
+            sums.see(begin - start, data[begin - offset : end - offset])
+        number += 1
 
 
 def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[str, RanksDiffer]:

@@ -6,17 +6,18 @@ import json
 import os
 import re
 import shlex
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CkptToolError, Damaged, MissingRoom, Refused
 from ...rooms import find
+from ..files import digest
 from ..remote.places import exists, is_folder, open_source_at
 from ..system import join
 from ..tensors.ref import FOURS, PLAIN_FLOATS
-from ..words import counted
+from ..words import counted, first_few
 from .checkpoint import Checkpoint
 from .module_tree import COMFY_TEXT, is_embedding, is_output
 from .state import State
@@ -94,6 +95,88 @@ def true_settings(model: Mapping[str, Any], before: State, after: State) -> dict
         found |= dict.fromkeys(said_of(model, name) or (name,), True)
     known = said_of(model, *(place.rpartition(".")[2] for place in found))
     return {place: value for place, value in found.items() if known.get(place) != value}
+
+
+# The files for which transformers reads the settings beside them, and how those name the number of layers.
+OF_MODEL = re.compile(r"(pytorch_)?model\.(safetensors|bin|pt)(\.index\.json)?")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def misfits(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield the settings in the config.json beside a model's file that its tensors do not fit, and how.
+
+    They are how many tokens and layers it has, whether its output layer is tied, and whether numbers are
+    packed. Where a model may be built otherwise, nothing is said. Reads an output layer that should be tied.
+    """
+    state = checkpoint.found_state()
+    if state is None or not OF_MODEL.fullmatch(os.path.basename(checkpoint.source.place)):
+        return
+    place, model = settings_beside(checkpoint.source.place, "config.json")
+    inner = model.get("text_config")
+    said = {**(inner if isinstance(inner, dict) else {}), **model}
+    found = {
+        "vocab_size": _misfit_of_words(said, state),
+        next(filter(said.get, LAYERS), ""): _misfit_of_layers(said, state),
+        "tie_word_embeddings": _misfit_of_tie(said, state),
+        next(filter(said.get, SECTIONS), ""): _misfit_of_packing(said, state),
+    }
+    yield from ((place, f"says {name}{what}") for name, what in found.items() if what)
+
+
+def _misfit_of_words(said: Mapping[str, Any], state: State) -> str:
+    words, stated = _words(state), said.get("vocab_size")
+    if words is None or type(stated) is not int or (words > stated and "model_type" not in said):
+        return ""  # others than transformers' may be padded
+    return "" if words == stated else f" = {stated}, and the embeddings are of {words} tokens"
+
+
+def _misfit_of_layers(said: Mapping[str, Any], state: State) -> str:
+    stated = next((value for name in LAYERS if (value := said.get(name))), None)
+    if type(stated) is not int or not 0 < stated <= len(state.tensors):
+        return ""
+    numbers = defaultdict[str, set[int]](set)
+    for name in state.tensors:
+        if match := re.match(r"(.*?)\.?\b([0-9]{1,6})\.", name):
+            numbers[match[1]].add(int(match[2]))
+    lacking = [{*range(stated)} - those for those in numbers.values()]
+    missing = min(lacking, key=len, default=set())
+    if 2 * len(missing) >= stated:  # layers may be shared, or have no numbers
+        return ""
+    return f" = {stated}, and there is no layer {first_few(sorted(missing))}" if missing else ""
+
+
+def _misfit_of_tie(said: Mapping[str, Any], state: State) -> str:
+    words = {name: each for name, each in state.tensors.items() if is_embedding(name)}
+    outputs = {name: each for name, each in state.tensors.items() if is_output(name)}
+    rows, tied = _words(state), said.get("tie_word_embeddings")
+    if tied is True and len(words) == len(outputs) == 1:
+        (name, output), (_, embedding) = *outputs.items(), *words.items()
+        if output.view != embedding.view and (output.dtype, output.shape) == (
+            embedding.dtype,
+            embedding.shape,
+        ):
+            pair = digest.tensor_digests({"a": output, "b": embedding})
+            if len({value for _, value in pair}) > 1:
+                return f" = true, and '{name[:200]}' has other values than the embeddings"
+    named = said.get("architectures")
+    is_causal = isinstance(named, list) and any(str(each).endswith("ForCausalLM") for each in named)
+    others = (each for name, each in state.tensors.items() if name not in words)
+    if (
+        tied is not False
+        or not is_causal
+        or rows is None
+        or any(each.shape[:1] == (rows,) for each in others)
+    ):
+        return ""
+    return " = false, and there is no output layer"
+
+
+def _misfit_of_packing(said: Mapping[str, Any], state: State) -> str:
+    section = next((value for name in SECTIONS if (value := said.get(name))), None)
+    kinds = {tensor.dtype.name for tensor in state.tensors.values()} - {"bool", "int64"}
+    if not isinstance(section, dict) or not kinds or not kinds.issubset(PLAIN_FLOATS) or state.likes:
+        return ""
+    return f" ({str(section.get('quant_method'))[:40]}), and no tensor is packed"
 
 
 def _types(state: State) -> list[str]:
