@@ -79,7 +79,8 @@ def seal(
 
     Raises:
         UsageFault: there is a file already (OutputExists), or the place can't be written.
-        Refused: a tensor has values in other files, or a file is read that lies elsewhere.
+        Refused: a tensor has values in other files, a file is read that lies elsewhere, or one was changed
+            while it was read.
         NoState: its tensors lie beside it, by the trainer's --shard parts.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also for a wrong checksum.
 
@@ -95,9 +96,9 @@ def seal(
             raise fault
         whole = folder if folder is not None and is_folder(folder) else folder_of(checkpoint)
         scope = SealScope(checkpoint, whole)
+        names, versions = scope.files(), [source.version for source in checkpoint.sources]
         place = OutputPlace.at(scope.beside if path is None else path, force, (checkpoint,))
         place.require()
-        names = scope.files()
         inside, outside = named_tensors(checkpoint)
         hashes = Hashes([*inside.values(), *outside.values()])
         if expect is not None:
@@ -106,6 +107,10 @@ def seal(
             sums = dict(scope.hashed(names, progress))
             of_view = hashes.digests(progress)
             checksums.finish(progress)
+        if versions != [source.version for source in checkpoint.sources]:
+            raise Refused(
+                checkpoint.path, "was changed while it was read", hint="wait until its writer is done"
+            )
         said = _said(scope, inside, outside, of_view) | {"files": {name: sums[name][0] for name in names}}
         if (of_files := statement(scope, said["files"])) is not None:
             said["statement"] = of_files
@@ -187,7 +192,7 @@ class SealScope:
         path = self.checkpoint.path
         if not (is_url(path) or os.path.isfile(path)):
             raise Refused(path, "is no file that a seal could lie beside", hint="seal the files themselves")
-        return [*self.own()]
+        return sorted(self.own())
 
     def name_of(self, source: Source) -> str:
         """Return the name of a file. Raises Refused if it lies elsewhere."""

@@ -111,7 +111,11 @@ def misfits(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     state = checkpoint.found_state()
     if state is None or not OF_MODEL.fullmatch(os.path.basename(checkpoint.source.place)):
         return
-    place, model = settings_beside(checkpoint.source.place, "config.json")
+    try:
+        place, model = settings_beside(checkpoint.source.place, "config.json")
+    except CkptToolError as fault:
+        yield "config.json", f"{fault}"
+        return
     inner = model.get("text_config")
     said = {**(inner if isinstance(inner, dict) else {}), **model}
     found = {

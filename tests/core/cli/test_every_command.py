@@ -41,6 +41,7 @@ ARGUMENTS = {
     "apply": "old.pt plain.delta.safetensors OUT",
     "diff": "last.pt last.pt",
     "verify": "last.pt",
+    "seal": "last.pt --force",
     "scan": "last.pt",
     "gather-metrics": "rank0.safetensors",
     "doctor": "last.pt --model net.py:make",
