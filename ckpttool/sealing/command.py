@@ -17,7 +17,7 @@ def _printed() -> Fields:
     return {**fields_like(SealedModel), **WRITTEN}
 
 
-@options.command("Check", "The SHA-256 of each tensor and file, for verify to compare", _printed)
+@options.command("Check", "The SHA-256 of each tensor and file, for verify", _printed)
 @options.argument("model", "MODEL")
 @options.option(
     "--out FILE", "Write the seal to FILE instead.", type=options.PATH, callback=options.note_output

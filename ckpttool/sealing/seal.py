@@ -77,6 +77,9 @@ def seal(
         progress: called with the number of bytes after each piece.
         expect: called first, with about the number of bytes that progress will come to.
 
+    Returns:
+        Where the seal is, and what it covers.
+
     Raises:
         UsageFault: there is a file already (OutputExists), or the place can't be written.
         Refused: a tensor has values in other files, a file is read that lies elsewhere, or one was changed
