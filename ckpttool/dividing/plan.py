@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class PlannedPart:
 
         Whoever writes the last part puts the output in place. Raises CkptToolError with the command's words.
         """
-        return _run([*self.command, "--part", self.part])
+        return _result_of(_started([*self.command, "--part", self.part]))
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class DividedCommand:
             CkptToolError: a part is missing; the output can't be put in place.
         """
         whole = next((result for result in results if "part" not in result), None)
-        return whole or _run([*self.command, "--part", "finish"])
+        return whole or _result_of(_started([*self.command, "--part", "finish"]))
 
 
 def plan(command: str, *paths: str, **settings: Any) -> DividedCommand:
-    """Return the plan of a command that writes one output.
+    """Return the plan of a command that writes one output, after a dry run of it in a process of its own.
 
     Args:
         command: its name, `strip-prefix`.
@@ -63,7 +64,9 @@ def plan(command: str, *paths: str, **settings: Any) -> DividedCommand:
         settings: its flags: `dtype="bf16"` is `--dtype bf16`, `force=True` is `--force`; a list repeats one.
 
     Raises:
-        CkptToolError: later, in `part.write()` and `plan.finish()`, with the command's words.
+        CkptToolError: with the command's words, `kind` and `exit_code`: there is no such command or flag, an
+            input is missing, the output exists, or it can't be written in parts. Later, in `part.write()` and
+            `plan.finish()`, what only its values show.
 
     Example:
         >>> plan = ckpttool.plan("strip-prefix", "last.pt", "stripped.safetensors")
@@ -76,19 +79,46 @@ def plan(command: str, *paths: str, **settings: Any) -> DividedCommand:
         flag = f"--{name.replace('_', '-')}"
         for each in value if isinstance(value, list | tuple) else [value]:
             words += [flag] if each is True else [] if each in (None, False) else [flag, str(each)]
+    if said := settings.keys() & {"part", "jobs", "dry_run"}:
+        raise UsageFault(f"plan(…, {min(said)}=…): the parts of a plan say that themselves")
+    _result_of(_started([*words, "--part", "1/1", "--dry-run"]))
     return DividedCommand(tuple(words))
 
 
-def _run(words: list[str]) -> Result:
-    """Run a command in a process of its own, as it stops at signals and counts its own requests."""
-    command = [sys.executable, "-m", "ckpttool", *words, "--json"]
-    ran = subprocess.run(command, capture_output=True, check=False)
+@contextmanager
+def all_but_first(words: Sequence[str], count: int) -> Iterator[Callable[[], list[Result]]]:
+    """Write all parts of a command but the first, in processes that end with the block.
+
+    Yields:
+        What waits for them and returns what they say. It raises CkptToolError where one has failed.
+    """
+    running = [_started([*words, "--part", f"{number}/{count}"]) for number in range(2, count + 1)]
     try:
-        said = json.loads(ran.stdout)
+        yield lambda: [*map(_result_of, running)]
+    finally:
+        for each in running:
+            each.terminate()
+        for each in running:
+            each.communicate()
+
+
+def _started(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a command in a process of its own, as it stops at signals and counts its own requests."""
+    command = [sys.executable, "-m", "ckpttool", *words, "--json"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+
+
+def _result_of(process: subprocess.Popen[bytes]) -> Result:
+    """Return what a command says at its end."""
+    out, err = process.communicate()
+    try:
+        result: Result = json.loads(out)
     except ValueError:
-        lines = ran.stderr.decode(errors="replace").strip().splitlines()
-        raise CkptToolError(lines[-1] if lines else f"ended with exit code {ran.returncode}") from None
-    if fault := said.get("error"):
-        raise CkptToolError(fault["message"], hint=fault.get("hint"))
-    result: Result = said
+        lines = err.decode(errors="replace").strip().splitlines()
+        raise CkptToolError(lines[-1] if lines else f"ended with exit code {process.returncode}") from None
+    if fault := result.get("error"):
+        error = CkptToolError(fault["message"], hint=fault.get("hint"))
+        error.kind, error.exit_code = fault["kind"], process.returncode
+        raise error
     return result

@@ -11,8 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ import ckpttool
 from ckpttool.core.files import copying, parts
 from tests.support.range_server import RangeServer
 from tests.support.running import Cli, assert_says
-from tests.support.writing_jobs import JOBS, inputs
+from tests.support.writing_jobs import JOBS, STACKING, inputs, write_adapter, write_gptq, write_packed
 
 Write = Callable[..., None]
 __all__ = ["inputs"]  # a fixture
@@ -61,7 +59,10 @@ def run(cli: Cli, words: str, folder: Path, *more: str) -> Any:
     return cli(*(f"{folder}/{word}" if word.startswith("out") else word for word in words.split()), *more)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+COUNTS = (1, 2, 3, 7)
+
+
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("words", JOBS.values(), ids=JOBS)
 def test_the_bytes_are_those_of_one_process(
     words: str, count: int, folders: tuple[Path, Path], cli: Cli
@@ -100,6 +101,125 @@ def test_any_checkpoint_in_any_number_of_parts(
         for number in range(count, 0, -1):
             ckpttool.save(checkpoint, f"{folder}/parts/{out}", part=f"{number}/{count}", **given)
     assert contents(folder / "parts") == contents(folder / "one")
+
+
+Made = Callable[[Path, Callable[[Any], Any]], str]
+
+
+def of_shapes(folder: Path, draw: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    """Write random tensors as in.pt, and as in.safetensors without their prefix."""
+    drawn = enumerate(draw(STATES))
+    state = {f"t{n}.w": torch.ones(shape, dtype=dtype) * (n + 1) for n, (dtype, shape) in drawn}
+    state["a.w"] = torch.randn(11, 7)
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, folder / "in.pt")
+    save_file(state, folder / "in.safetensors")
+    return state
+
+
+def matrices(folder: Path, draw: Callable[[Any], Any], *names: str, least: int = 1) -> None:
+    """Write files of the same random matrices with other values."""
+    sides = st.integers(least, least + 70)
+    shapes = draw(st.lists(st.tuples(sides, sides), min_size=1, max_size=5))
+    for name in names:
+        save_file({f"{n}.weight": torch.randn(shape) for n, shape in enumerate(shapes)}, folder / name)
+
+
+def renamed(words: str) -> Made:
+    def make(folder: Path, draw: Callable[[Any], Any]) -> str:
+        of_shapes(folder, draw)
+        return words
+
+    return make
+
+
+def mapped(folder: Path, draw: Callable[[Any], Any]) -> str:
+    matrices(folder, draw, "in.safetensors")
+    (folder / "rules.toml").write_text(STACKING.format("0.weight", "1.weight"))
+    return "convert in.safetensors out.safetensors --map rules.toml"
+
+
+def packed(folder: Path, draw: Callable[[Any], Any]) -> str:
+    sizes = draw(st.tuples(st.integers(1, 300), st.integers(1, 300)))
+    if draw(st.booleans()):
+        write_packed(folder / "q", *sizes)
+    else:
+        write_gptq(folder / "q", 1 + sizes[0] % 5, 8 * (1 + sizes[1] % 20))
+    return "convert q/model.safetensors out.safetensors --dequantize"
+
+
+def quantized(folder: Path, draw: Callable[[Any], Any]) -> str:
+    matrices(folder, draw, "in.safetensors", least=64)
+    return "convert in.safetensors out.safetensors --quantize fp8"
+
+
+def conformed(folder: Path, draw: Callable[[Any], Any]) -> str:
+    state = of_shapes(folder, draw)
+    save_file({f"x.{name}": tensor for name, tensor in state.items()}, folder / "like.safetensors")
+    return "conform in.pt out.safetensors --like like.safetensors"
+
+
+def of_ranks(folder: Path, draw: Callable[[Any], Any]) -> str:
+    matrices(folder, draw, "in.safetensors")
+    with ckpttool.open(folder / "in.safetensors") as checkpoint:
+        ckpttool.split(checkpoint, folder / "ranks", draw(st.integers(1, 4)))
+    return f"merge ranks {draw(st.sampled_from(['out.pt', 'out.safetensors']))}"
+
+
+def adapted(folder: Path, draw: Callable[[Any], Any]) -> str:
+    rows, columns, rank = draw(st.tuples(*[st.integers(1, 70)] * 2, st.integers(1, 8)))
+    save_file({"0.weight": torch.randn(rows, columns), "1": torch.ones(3)}, folder / "in.safetensors")
+    factors = {"A": torch.randn(rank, columns), "B": torch.randn(rows, rank)}
+    write_adapter(folder / "adapter", factors)
+    return "merge-lora in.safetensors adapter out.safetensors"
+
+
+def averaged(folder: Path, draw: Callable[[Any], Any]) -> str:
+    matrices(folder, draw, "a.safetensors", "b.safetensors", "c.safetensors")
+    return "average a.safetensors b.safetensors c.safetensors out.safetensors"
+
+
+def applied(folder: Path, draw: Callable[[Any], Any]) -> str:
+    matrices(folder, draw, "a.safetensors", "b.safetensors")
+    ckpttool.delta(folder / "a.safetensors", folder / "b.safetensors", folder / "d.safetensors")
+    return "apply a.safetensors d.safetensors out.safetensors"
+
+
+RANDOM: dict[str, Made] = {
+    "strip-prefix": renamed("strip-prefix in.pt out.pt"),
+    "rename-keys": renamed("rename-keys in.pt out.safetensors --map module=model"),
+    "dtype": renamed("convert in.pt out.safetensors --dtype bf16"),
+    "shards": renamed("convert in.pt out/ --shard-size 3KB"),
+    "map": mapped,
+    "dequantize": packed,
+    "quantize": quantized,
+    "conform": conformed,
+    "merge": of_ranks,
+    "merge-lora": adapted,
+    "average": averaged,
+    "apply": applied,
+}
+
+
+@pytest.mark.parametrize("make", RANDOM.values(), ids=RANDOM)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=-(-settings.default.max_examples // 24),
+)
+@given(data=st.data())
+def test_any_checkpoint_by_each_command(make: Made, data: Any, cli: Cli, tmp_path_factory: Any) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        words = make(folder, data.draw)
+        for each in ("one", *map(str, COUNTS)):
+            (folder / each).mkdir()
+        alone = run(cli, words, folder / "one")
+        assert alone.code == 0, alone
+        for count in COUNTS:
+            for number in range(count, 0, -1):
+                ran = run(cli, words, folder / str(count), "--part", f"{number}/{count}")
+                assert ran.code == 0, ran
+            assert contents(folder / str(count)) == contents(folder / "one"), words
 
 
 # What is refused
@@ -326,16 +446,6 @@ def started(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **more)
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    """Return a checkpoint that takes a moment, and the bytes of its conversion by one process."""
-    folder = tmp_path_factory.mktemp("large")
-    state = {f"module.{number}": torch.randn(1_500_000) for number in range(8)}
-    torch.save(state, folder / "in.pt")
-    ckpttool.convert(folder / "in.pt", folder / "out.pt", dtype="bf16")
-    return folder / "in.pt", (folder / "out.pt").read_bytes()
-
-
 def assert_survives_kills(large: tuple[Path, bytes], out: Path, kills: int) -> None:
     """Kill parts at random moments, two of each at once; then write what is missing."""
     source, expected = large
@@ -449,21 +559,6 @@ subprocess.run([*command, f"{tmp_path}/{{os.environ['RANK']}}.safetensors"], che
         assert ran.stdout.count(ckpttool.digest(source)) == int("digest" in words)
     for rank in range(2):
         assert ckpttool.open(tmp_path / f"{rank}.safetensors").state().tensors.keys() == {*map(str, range(8))}
-
-
-def test_a_pool_of_processes_writes_a_plan(large: tuple[Path, bytes], tmp_path: Path) -> None:
-    source, _ = large
-    out = tmp_path / "out.pt"
-    plan = ckpttool.plan("convert", str(source), str(out), dtype="bf16")
-    with ProcessPoolExecutor(2) as pool:
-        written = pool.map(methodcaller("write"), plan.parts(3))
-        result = plan.finish(written)
-    assert result["output"] == str(out) and "part" not in result
-    assert ckpttool.digest(out) == ckpttool.digest(source.parent / "out.pt")
-    with pytest.raises(ckpttool.CkptToolError, match="already exists"):
-        plan.parts(1)[0].write()
-    with pytest.raises(ckpttool.CkptToolError, match="0 parts"):
-        plan.parts(0)
 
 
 REMOTE = {

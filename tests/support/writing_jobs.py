@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
+from tests.support.quantised import written
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +43,51 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     net(torch.randn(8, 40))
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "net2.pt")
     (folder / "net.py").write_text(NET)
-    (folder / "adapter").mkdir()
-    of_peft = "base_model.model.0.lora_{}.weight"
-    factors = {of_peft.format("A"): torch.randn(4, 64), of_peft.format("B"): torch.randn(64, 4)}
-    save_file(factors, folder / "adapter" / "adapter_model.safetensors")
-    config = {"r": 4, "lora_alpha": 8, "peft_type": "LORA", "target_modules": ["0"]}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    write_packed(folder / "packed", 150, 200)
+    write_gptq(folder / "gptq", 3, 64)
+    (folder / "rules.toml").write_text(STACKING.format("1.weight", "2.weight"))
+    write_adapter(folder / "adapter", {"A": torch.randn(4, 64), "B": torch.randn(64, 4)})
     return folder
 
+
+def write_adapter(folder: Path, factors: dict[str, torch.Tensor]) -> None:
+    """Write a LoRA adapter of the layer 0, as PEFT does."""
+    folder.mkdir()
+    of_peft = {f"base_model.model.0.lora_{name}.weight": factor for name, factor in factors.items()}
+    save_file(of_peft, folder / "adapter_model.safetensors")
+    config = {"r": len(factors["A"]), "lora_alpha": 8, "peft_type": "LORA", "target_modules": ["0"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def write_packed(folder: Path, rows: int, columns: int) -> None:
+    """Write a matrix of fp8 with a scale for each block."""
+    folder.mkdir()
+    codes = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    tensors = {"w.weight": codes, "w.weight_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128))}
+    written(folder, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+def write_gptq(folder: Path, groups: int, outputs: int) -> None:
+    """Write a matrix of GPTQ of 4 bits, in groups of 32."""
+    folder.mkdir()
+    words = torch.randint(-(2**31), 2**31, (groups * 32 // 8, outputs)).int()
+    tensors = {"l.qweight": words, "l.qzeros": words[:groups, : outputs // 8].clone()}
+    tensors |= {"l.scales": torch.rand(groups, outputs).half(), "other": torch.ones(7)}
+    written(folder, tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32})
+
+
+STACKING = """from = "a"
+to = "b"
+rest = "keep"
+[[rule]]
+from = "{}"
+to = "x"
+steps = [{{ transpose = [1, 0] }}]
+[[rule]]
+from = "{}"
+to = "y"
+optional = true
+"""
 
 NET = """
 from torch import nn
@@ -71,6 +109,10 @@ JOBS = {
     "from shards": "convert shards out.safetensors",
     "full": "convert in.pt out.safetensors --full",
     "fp8": "convert plain.safetensors out.safetensors --quantize fp8",
+    "from fp8": "convert packed/model.safetensors out.safetensors --dequantize",
+    "from fp8, cast": "convert packed/model.safetensors out.pt --dequantize --dtype fp32",
+    "from GPTQ": "convert gptq/model.safetensors out/ --dequantize --shard-size 30KB",
+    "map": "convert plain.safetensors out.safetensors --map rules.toml",
     "merge shards": "merge shards out.safetensors",
     "merge ranks": "merge ranks out.safetensors",
     "merge ranks, cast": "merge ranks out.pt --dtype bf16",

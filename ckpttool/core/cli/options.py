@@ -6,16 +6,17 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ...errors import CkptToolError, OutputExists
+from ...errors import CkptToolError, OutputExists, UsageFault
+from ...rooms import need
 from .console import Console
 from .failure import Call
 
@@ -345,6 +346,11 @@ part_option = option(
     "Write part I of N; who finds all others done puts them in place. Default under torchrun: of its ranks.",
     callback=this_part,
 )
+jobs_option = option(
+    "--jobs N",
+    "Write N parts at once, in processes of this machine: where Python is what takes the time.",
+    type=click.IntRange(1, 1000),
+)
 resume_option = flag("--resume", "Go on with an interrupted conversion from a URL.")
 full_option = flag("--full", "Keep everything, also in safetensors: optimizer, counters, settings.")
 
@@ -354,7 +360,7 @@ TORCHRUN = re.compile(
 )
 
 # Parameters that change no byte of an output
-SAYING = {"as_json", "part", "quiet", "verbose", "force", "resume", "verify", "companions", "output"}
+SAYING = {"as_json", "part", "jobs", "quiet", "verbose", "force", "resume", "verify", "companions", "output"}
 SAYING |= {"parts_in", "html"}
 
 
@@ -375,6 +381,21 @@ class WriteJob:
     force: bool = False
     resume: bool = False
     part: OutputPart | None = None
+    jobs: int | None = None
+    others: list[dict[str, Any]] = field(default_factory=list)  # what the parts of --jobs have said
+
+    @contextmanager
+    def in_processes(self) -> Iterator[WriteJob]:
+        """Yield the first part of the job while other processes write the rest, where --jobs asks for it."""
+        if self.jobs in (None, 1) or self.dry_run:
+            yield self
+            return
+        if self.part:
+            raise UsageFault("--jobs makes parts of its own", hint="leave out --jobs, or --part and torchrun")
+        from ..files.parts import OutputPart
+
+        with need("dividing.plan").all_but_first(words_of_parts(), self.jobs) as wait:
+            yield replace(self, part=OutputPart(1, self.jobs, lambda: self.others.extend(wait())))
 
     def saving(self) -> dict[str, Any]:
         """Return the arguments of `formats.save`."""
@@ -427,7 +448,8 @@ def recipe_of_parts() -> str:
 
 
 def _is_of_part(before: str, word: str) -> bool:
-    return "--part" in (before, word) or word.startswith("--part=")
+    of_part = ("--part", "--jobs")
+    return before in of_part or word.partition("=")[0] in of_part
 
 
 def _with_console(function: F) -> F:
@@ -449,7 +471,8 @@ def _with_job(function: F) -> F:
         given.setdefault("inputs", (given.get("input"),))
         given["input"] = given["inputs"][0]
         shared = {each.name: given.pop(each.name) for each in fields(WriteJob) if each.name in given}
-        return function(job=WriteJob(**shared), **given)
+        with WriteJob(**shared).in_processes() as job:
+            return function(job=job, **given)
 
     return command  # type: ignore[return-value]
 
@@ -515,6 +538,7 @@ writing_options = all_of(
     device_option,
     resume_option,
     part_option,
+    jobs_option,
     job_options,
 )
 

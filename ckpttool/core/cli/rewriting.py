@@ -296,9 +296,10 @@ def _report(job: WriteJob, outcome: Outcome, saved: Saved, companions: Companion
     }
     if not dry and outcome.casting is not None:
         for name, (value, became) in LOSSES.items():
-            data[name] = count = getattr(outcome.casting, name)
+            others = sum(said.get(name, 0) for said in job.others)
+            data[name] = count = getattr(outcome.casting, name) + others
             if count:
-                where = f" in part {job.part}" if job.part else ""
+                where = f" in part {job.part}" if job.part and not job.jobs else ""
                 console.note(f"{counted(count, value)} became {became}{where}")
     for note in _warnings(console, saved, versions):
         console.note(note)

@@ -15,7 +15,7 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -32,10 +32,14 @@ RESULT = "result"  # what parts that only read have instead of an output, in the
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """One of `count` parts, from 1. Number 0 writes none and finishes, of as many as there are."""
+    """One of `count` parts, from 1. Number 0 writes none and finishes, of as many as there are.
+
+    `wait` waits for the others where this process has started them, so that it is the one that finishes.
+    """
 
     number: int
     count: int
+    wait: Callable[[], object] = list
 
     @classmethod
     def parse(cls, text: str) -> OutputPart:

@@ -113,8 +113,10 @@ class SavePlan:
         """Write, and compare what was read and written before it takes its place."""
         require_made(self.used)
         is_compared = not dry_run if verify is None else verify
-        if isinstance(part := self.options.part, OutputPart) and not dry_run:
-            return self._in_parts(part, is_compared, values=bool(verify))
+        if isinstance(part := self.options.part, OutputPart):
+            self._require_divisible()
+            if not dry_run:
+                return self._in_parts(part, is_compared, values=bool(verify))
         is_announced = self.format in (shards.SAFETENSORS, shards.TORCH)  # as they are written
         if not (dry_run or is_announced or all(source.is_local for source in self.sources)):
             urls.expect((storage for _, storage in self.storages), as_they_lie=True)
@@ -178,7 +180,6 @@ class SavePlan:
 
     def _in_parts(self, part: OutputPart, is_compared: bool, *, values: bool) -> destination.Saved:
         """Write a part; put all in place if it is the last."""
-        self._require_divisible()
         with Checksums(self.checkpoint, self.used if is_compared else ()) as checksums:
             # Rules and settings make the output too, though no byte is copied from them.
             opened = shared_versions() | {source.path: source.shared_version for source in self.sources}
@@ -192,6 +193,7 @@ class SavePlan:
                 parts.watch(checksums.seen)
                 with parts.unless_finished():
                     self._write_part(parts, checksums)
+                    part.wait()
                     parts.note(done=True)
             if parts.is_finished:
                 return self._saved(parts.nbytes, part=str(part))
@@ -217,7 +219,7 @@ class SavePlan:
         elif not all(source.version[1] for source in self.sources):
             reason = "would be made of objects without a version, which may change between two parts"
         if reason:
-            raise UsageFault(f"{self.path}: {reason}", hint="leave out --part, or torchrun")
+            raise UsageFault(f"{self.path}: {reason}", hint="leave out --part, --jobs, torchrun")
 
     def _write_part(self, parts: OutputParts, checksums: Checksums) -> None:
         def opened(file: BinaryIO) -> Output:
@@ -474,7 +476,8 @@ def save(
     named = OutputPlace.at(path, force, options.needed, checkpoint)
     if options.part and (named.path == "-" or urls.is_url(named.path)):
         what = f"{named.path}: is no place where parts can meet"
-        raise UsageFault(what, hint="name a place that all of them see, or leave out --part and torchrun")
+        hint = "name a place that all of them see, or leave out --part, --jobs, torchrun"
+        raise UsageFault(what, hint=hint)
     with named.local(dry_run, options.progress, options.expect) as place:
         target = destination.destination(place.path, checkpoint, to, full=full)
         destination.require_sense(target, state, full, shard_size, options)
@@ -488,6 +491,7 @@ def save(
         place.require(replaced, stay, target.format, may_be_empty=not target.is_named_as_file)
         plan = SavePlan(checkpoint, target, place, state, shard_size, options)
         if options.expect is not None:
-            options.expect(0 if dry_run else plan.work(bool(verify)))
+            count = getattr(options.part, "count", 1) or 1
+            options.expect(0 if dry_run else plan.work(bool(verify)) // count)
         saved = plan.carried_out(verify, dry_run)
     return replace(saved, path=named.path)
