@@ -113,7 +113,7 @@ def _result_of(process: subprocess.Popen[bytes]) -> Result:
     """Return what a command says at its end."""
     out, err = process.communicate()
     try:
-        result: Result = json.loads(out)
+        result: Result = json.loads(out or err)  # stdout may be the output itself
     except ValueError:
         lines = err.decode(errors="replace").strip().splitlines()
         raise CkptToolError(lines[-1] if lines else f"ended with exit code {process.returncode}") from None

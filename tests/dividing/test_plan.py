@@ -32,11 +32,9 @@ def folder(here: Path) -> Path:
 MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], int, str]] = {
     "an unknown command": (("convrt", "in.pt", "out.pt"), {}, 2, "did you mean convert"),
     "an unknown flag": (("convert", "in.pt", "out.pt"), {"dtpye": "bf16"}, 2, "--dtpye"),
-    "a wrong value": (("convert", "in.pt", "out.pt"), {"dtype": "bf17"}, 2, "bf17"),
     "a missing input": (("convert", "nowhere.pt", "out.pt"), {}, 3, "nowhere.pt: no such file"),
     "no output": (("convert", "in.pt"), {}, 2, "OUTPUT"),
     "an output that exists": (("convert", "in.pt", "in.safetensors"), {}, 2, "already exists"),
-    "no place for it": (("convert", "in.pt", "no/where/out.pt"), {}, 2, "no/where"),
     "a command without parts": (("digest", "in.pt"), {}, 2, "--part"),
     "an output that is no file": (("convert", "in.pt", "-"), {}, 2, "no place where parts can meet"),
     "an output that torch writes": (("convert", "in.pt", "d"), {"to": "dcp"}, 2, "torch's library"),
@@ -88,7 +86,7 @@ def test_jobs_write_what_one_process_does_and_say_what_it_says(folder: Path, cli
     assert Path("many/out.pt").read_bytes() == Path("one/out.pt").read_bytes()
     assert os.listdir("many") == ["out.pt"]
     ran = cli(*words[:-1], "many/out.pt", "--jobs", "2", "--force")
-    assert (ran.code, "42,000 finite values became infinite\n" in ran.err) == (0, True), ran
+    assert (ran.code, "42000 finite values became infinite\n" in ran.err) == (0, True), ran
     assert os.listdir("many") == ["out.pt"]
 
 
@@ -125,7 +123,10 @@ def test_a_job_that_fails_is_what_the_command_says_and_the_next_one_goes_on(
     assert not [name for name in os.listdir() if name.endswith("parts")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+KILLED = pytest.param(signal.SIGKILL, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, KILLED])
 def test_jobs_end_with_their_command(large: tuple[Path, bytes], tmp_path: Path, number: int) -> None:
     source, expected = large
     words = [
