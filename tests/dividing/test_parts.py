@@ -446,36 +446,53 @@ def started(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **more)
 
 
-def assert_survives_kills(large: tuple[Path, bytes], out: Path, kills: int) -> None:
-    """Kill parts at random moments, two of each at once; then write what is missing."""
-    source, expected = large
-    chance = random.Random(kills)
-    for _ in range(kills):
-        numbers = [chance.randint(1, 3) for _ in range(2)]
-        words = ["convert", str(source), str(out), "--dtype", "bf16", "--part"]
-        running = [started([*words, f"{number}/3"]) for number in numbers]
-        for each in running:
-            time.sleep(chance.uniform(0.05, 0.35))
-            each.send_signal(signal.SIGKILL)
-            each.communicate()
-        if out.exists():
-            assert out.read_bytes() == expected
-            out.unlink()
-    for number in (1, 2, 3) if not out.exists() else ():
-        ran = started([*words, f"{number}/3"])
-        _, said = ran.communicate(timeout=60)
-        assert ran.returncode == 0, said
-    assert out.read_bytes() == expected
-    assert os.listdir(out.parent) == [out.name]
+KILLED = ["out.pt --dtype bf16", "out.safetensors --dtype bf16", "out/ --shard-size 9MB", "out.pt"]
+
+
+def assert_survives_kills(large: tuple[Path, bytes], folder: Path, rounds: int) -> None:
+    """Kill parts at any moment, two of each output at once; then write what is missing."""
+    source, chance, taken = large[0], random.Random(rounds), 0.0
+    for number, job in enumerate(KILLED):
+        alone, divided = folder / f"{number} alone", folder / f"{number} in parts"
+        alone.mkdir()
+        divided.mkdir()
+        out, *flags = job.split()
+        words = ["convert", str(source), f"{alone}/{out}", *flags]
+        began = time.monotonic()
+        assert started(words).wait(60) == 0
+        taken, words[2] = max(time.monotonic() - began, taken), f"{divided}/{out}"
+        for _ in range(rounds):
+            running = [started([*words, "--part", f"{chance.randint(1, 3)}/3"]) for _ in range(2)]
+            moments = sorted(chance.uniform(0.3, 1.3) * taken for _ in running)
+            for each, after in zip(running, (moments[0], moments[1] - moments[0]), strict=True):
+                time.sleep(after)
+                each.send_signal(signal.SIGKILL)
+                each.communicate()
+            if contents(divided).keys() & contents(alone).keys():
+                assert contents_in_place(divided) == contents(alone)
+                shutil.rmtree(divided)
+                divided.mkdir()
+        for part in (1, 2, 3):
+            if not contents_in_place(divided):
+                ran = started([*words, "--part", f"{part}/3"])
+                _, said = ran.communicate(timeout=60)
+                assert ran.returncode == 0, said
+        assert contents(divided) == contents(alone)
+
+
+def contents_in_place(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of what has its name."""
+    return {name: data for name, data in contents(folder).items() if not name.startswith(".")}
 
 
 def test_no_kill_damages_an_output(large: tuple[Path, bytes], tmp_path: Path) -> None:
-    assert_survives_kills(large, tmp_path / "out.pt", 8)
+    assert_survives_kills(large, tmp_path, 1)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_no_kill_of_two_hundred_damages_an_output(large: tuple[Path, bytes], tmp_path: Path) -> None:
-    assert_survives_kills(large, tmp_path / "out.pt", 100)
+    assert_survives_kills(large, tmp_path, 25)
 
 
 def test_parts_at_once_and_twice_make_one_output(large: tuple[Path, bytes], tmp_path: Path) -> None:
