@@ -14,6 +14,7 @@ import hashlib
 import json
 import mmap
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -53,12 +54,31 @@ class CountedLink(Link):
         return len(answered), nbytes, trips
 
 
+class Links(CountedLink):
+    """A link of its own for each token that asks; who has none shares one, which counts."""
+
+    def __init__(self, bandwidth: float) -> None:
+        super().__init__(bandwidth)
+        self.asking, self._of = threading.local(), dict[str, CountedLink]()
+
+    def wait(self, nbytes: int) -> None:
+        if not (name := getattr(self.asking, "name", "")):
+            return super().wait(nbytes)
+        return self._of.setdefault(name, CountedLink(self._bandwidth)).wait(nbytes)
+
+
 class Storage(RangeServer):
-    """The files, REPOSITORY/NAME, behind a link that others may share."""
+    """The files, REPOSITORY/NAME, behind a link that others may share; `?link=NAME` takes another."""
 
     def __init__(self, folder: Path, latency: float, link: CountedLink) -> None:
         super().__init__(folder, latency=latency)
         self.link: CountedLink = link
+
+    def right(self, request: Request) -> Answer:
+        """Answer as a server of files does, over the link that is asked for."""
+        if isinstance(self.link, Links):
+            self.link.asking.name = request.query.partition("link=")[2]
+        return super().right(request)
 
     def answer(self, exchange: Any) -> None:
         """Answer a request, and note when."""
@@ -94,7 +114,9 @@ class Hub(Storage):
             return replace(here, headers={**here.headers, **told, **absent})
         size, digest = self.files[name]
         told |= {"X-Linked-Size": str(size), "X-Linked-Etag": f'"{digest}"'}
-        return Answer(302, {**told, "Location": f"{self.storage.url}/{name}"})
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        asked = f"?link={token}" if token else ""
+        return Answer(302, {**told, "Location": f"{self.storage.url}/{name}{asked}"})
 
     def _tree(self, repository: str) -> list[dict[str, Any]]:
         found = []
@@ -121,7 +143,7 @@ def _sha256(path: Path) -> str:
 
 
 def main() -> None:
-    folder, latency, link = Path(sys.argv[1]), float(sys.argv[2]), CountedLink(float(sys.argv[3]))
+    folder, latency, link = Path(sys.argv[1]), float(sys.argv[2]), Links(float(sys.argv[3]))
     storage = Storage(folder, latency, link)
     hub = Hub(folder, latency, storage)
     with storage, hub:

@@ -393,8 +393,9 @@ class WriteJob:
         if self.part:
             raise UsageFault("--jobs makes parts of its own", hint="leave out --jobs, or --part and torchrun")
         from ..files.parts import OutputPart
+        from ..remote.places import visit
 
-        with need("dividing.plan").all_but_first(words_of_parts(), self.jobs) as wait:
+        with visit(), need("dividing.plan").all_but_first(_words(), self.jobs) as wait:
             yield replace(self, part=OutputPart(1, self.jobs, lambda: self.others.extend(wait())))
 
     def saving(self) -> dict[str, Any]:
@@ -433,10 +434,18 @@ class WriteJob:
 
 def words_of_parts() -> tuple[str, ...]:
     """Return the running command without --part; nothing where a URL in it may hold a secret."""
-    words = click.get_current_context().ensure_object(Call).typed
-    if any("://" in word and re.search("[@?]", word) for word in words):
-        return ()
-    return tuple(word for before, word in pairwise(("", *words)) if not _is_of_part(before, word))
+    words = _words()
+    return () if any("://" in word and re.search("[@?]", word) for word in words) else words
+
+
+def _words() -> tuple[str, ...]:
+    """Return the words of the running command, but for those that say its part."""
+    words, of_part = click.get_current_context().ensure_object(Call).typed, ("--part", "--jobs")
+    return tuple(
+        word
+        for before, word in pairwise(("", *words))
+        if before not in of_part and word.partition("=")[0] not in of_part
+    )
 
 
 def recipe_of_parts() -> str:
@@ -445,11 +454,6 @@ def recipe_of_parts() -> str:
     said = {name: value for name, value in ctx.params.items() if name not in SAYING}
     # Links that are signed anew lead to the same objects.
     return re.sub(r"\?…[0-9a-f]{8}", "", repr((ctx.info_name, sorted(said.items()))))
-
-
-def _is_of_part(before: str, word: str) -> bool:
-    of_part = ("--part", "--jobs")
-    return before in of_part or word.partition("=")[0] in of_part
 
 
 def _with_console(function: F) -> F:
