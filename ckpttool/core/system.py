@@ -56,16 +56,20 @@ if IS_POSIX:
     # Errors where the file system, or this pair of files, can't share extents.
     NO_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS, errno.EPERM}
 
-    def share_blocks(source: int, offset: int, nbytes: int, target: int, position: int) -> bool:
-        """Let a file share whole blocks of another; return whether the file system can."""
+    def block_size(folder: str) -> int:
+        """Return how many bytes the blocks of a file system have."""
+        return os.statvfs(folder).f_bsize
+
+    def share_blocks(source: int, offset: int, nbytes: int, target: int, position: int) -> str:
+        """Let a file share whole blocks of another; return why the file system can't, or nothing."""
         wanted = struct.pack("qQQQ", source, offset, nbytes, position)
         try:
             fcntl.ioctl(target, FICLONERANGE, wanted)
         except OSError as error:
             if error.errno not in NO_CLONE:
                 raise
-            return False
-        return True
+            return os.strerror(error.errno)
+        return ""
 
     def memory(nbytes: int) -> mmap.mmap:
         """Return new memory, in large pages where the kernel has them."""

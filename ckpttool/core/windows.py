@@ -69,8 +69,12 @@ def pwrite(fd: int, data: bytes | bytearray | memoryview, offset: int, /) -> int
 sync_data = os.fsync
 
 
-def share_blocks(source: int, offset: int, nbytes: int, target: int, position: int) -> bool:
-    return False
+def block_size(folder: str) -> int:
+    return 4096
+
+
+def share_blocks(source: int, offset: int, nbytes: int, target: int, position: int) -> str:
+    return "this system has no call for it"
 
 
 def memory(nbytes: int) -> mmap.mmap:

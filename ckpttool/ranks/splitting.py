@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
@@ -24,6 +25,7 @@ from ..core.checkpoint.special_tensors import plain_tensor, require_plain, speci
 from ..core.checkpoint.state import BUFFERS
 from ..core.files.commit import writing_into
 from ..core.files.copying import DryOutput, Output
+from ..core.files.reflink import AUTO
 from ..core.files.threads import Progress
 from ..core.formats.destination import copied, read_back, require_same
 from ..core.formats.output import OutputPlace
@@ -306,6 +308,7 @@ def split(
     replace_all: bool = False,
     kept: Collection[str] = (),
     dry_run: bool = False,
+    reflink: str = AUTO,
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> Split:
@@ -331,6 +334,7 @@ def split(
             an optimizer's where it has none.
         kept: names of other files that may be in a folder which is replaced, and stay in it.
         dry_run: write nothing: the same result and the same errors.
+        reflink: as for `save`.
         progress: called with the number of bytes after each piece.
         expect: called first, with about the number of bytes that progress will come to.
 
@@ -343,7 +347,7 @@ def split(
             that the new checkpoint lacks, and `replace_all` is not given.
         NothingToDo: no tensor would be cut, or a pattern of `whole` matches no name.
         Refused: a tensor is not a plain one, there are several optimizers, or one keeps a tensor of another
-            shape than its parameter.
+            shape than its parameter; or blocks should always be shared, and can't be.
         NoState: the file holds no state, or none at `state`.
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
 
@@ -363,6 +367,7 @@ def split(
                 "-: the files of ranks are a folder, and can't be streamed", hint="name a folder"
             )
         place.require(_replaced, lambda: kept)
+        sharing = place.sharing(reflink, lambda: checkpoint.sources)
         plan = SplitPlan(replace(checkpoint, device="cpu"), state, tuple(whole), ranks, device, axis)
         old = _replaced(name) if os.path.isdir(name) else []
         lost = [file for file in old if not file.startswith(plan.kinds)]
@@ -376,13 +381,14 @@ def split(
         with Checksums(checkpoint, storages) as checksums:
             if dry_run:
                 for file, part in plan.files():
-                    torch_zip.write(part, dry := DryOutput(), file)
+                    torch_zip.write(part, dry := DryOutput(sharing), file)
                     sizes[file] = dry.position
                 return plan.report(named.path, sizes, old)
             with place.folder(_replaced, kept) as new:
                 for file, part in plan.files():
                     target = os.path.join(new.path, file)
-                    with writing_into(target) as raw, Output(raw, progress=progress) as out:
+                    opened = partial(Output, progress=progress, reflink=sharing)
+                    with writing_into(target) as raw, opened(raw) as out:
                         torch_zip.write(part, out, file)
                     sizes[file] = out.position
                 checksums.finish()

@@ -113,8 +113,8 @@ def _in_place(job: options.WriteJob, keep_newest: int, drop: tuple[str, ...], *,
 
     console, started = job.console, time.perf_counter()
     with console.bar("slimming") as bar:
-        choices: dict[str, Any] = {"verify": job.verify, "dry_run": job.dry_run, **bar.calls}
-        choices |= {"keep_newest": keep_newest, "leave_out": drop, "keep_anchors": keep_anchors}
+        choices: dict[str, Any] = {"verify": job.verify, "dry_run": job.dry_run, "reflink": job.reflink}
+        choices |= {**bar.calls, "keep_newest": keep_newest, "leave_out": drop, "keep_anchors": keep_anchors}
         run = slim_in_place(job.input, **choices)
     seconds = time.perf_counter() - started
     for file in run.kept:

@@ -18,6 +18,7 @@ from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.checkpoint.optimizer_view import is_optimizer
 from ..core.checkpoint.selection import drop, slim
 from ..core.files.commit import LinkedFile, files_in, give_name, locked, naming, remove_half_given
+from ..core.files.reflink import AUTO, NotShared
 from ..core.files.resuming import remove_abandoned
 from ..core.files.threads import Progress
 from ..core.formats import safetensors
@@ -102,6 +103,7 @@ def slim_in_place(
     keep_anchors: bool = False,
     verify: bool | None = None,
     dry_run: bool = False,
+    reflink: str = AUTO,
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> SlimmedRun:
@@ -120,6 +122,7 @@ def slim_in_place(
             may begin with them.
         verify: as for `save`.
         dry_run: replace nothing; the same result.
+        reflink: as for `save`.
         progress: called with the number of bytes after each piece.
         expect: called first, with the number of bytes that progress will come to.
 
@@ -137,7 +140,8 @@ def slim_in_place(
         >>> [file.name for file in ckpttool.slim_in_place("runs/first", keep_newest=1).slimmed]
         ['step-1.pt']
     """
-    folder, names, choices = os.fspath(run), tuple(leave_out), {"verify": verify, "progress": progress}
+    folder, names = os.fspath(run), tuple(leave_out)
+    choices: dict[str, Any] = {"verify": verify, "progress": progress, "reflink": reflink}
     if keep_newest < 1:
         raise UsageFault(f"--keep-newest {keep_newest}: the newest always stays", hint="give 1 or more")
     if is_url(folder) or not os.path.isdir(folder):
@@ -148,7 +152,7 @@ def slim_in_place(
             remove_half_given(folder)
         files = sorted(files_in(folder), key=_age, reverse=True)
         stay = _reasons(folder, files, keep_newest, names, keep_anchors=keep_anchors)
-        results = [_planned(folder, file, stay.get(file.names[0], ""), names) for file in files]
+        results = [_planned(folder, file, stay.get(file.names[0], ""), names, reflink) for file in files]
         slimmed = tuple(result for result in results if not result.why)
         kept = tuple(result for result in results if result.why)
         if not slimmed:
@@ -216,7 +220,7 @@ def _kind(path: str, names: Sequence[str]) -> str:
         return f"{NONE}: {error.reason}"
 
 
-def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str]) -> Slimmed:
+def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str], reflink: str) -> Slimmed:
     """Return what would become of a file."""
     size, links = file.facts.st_size, (*file.names[1:], *file.symlinks)
     stays = partial(Slimmed, file.names[0], links, size, size)
@@ -227,9 +231,11 @@ def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str]) -> S
     try:
         with open_alone(os.path.join(folder, file.names[0])) as checkpoint:
             new, left_out = _slimmed(checkpoint, names)
-            after = _save(new, checkpoint, file, dry_run=True).nbytes
+            after = _save(new, checkpoint, file, dry_run=True, reflink=reflink).nbytes
     except _Stays as reason:
         return stays(why=str(reason))
+    except NotShared:
+        raise
     except CkptToolError as error:
         return stays(why=error.reason)
     if after >= size:

@@ -7,7 +7,7 @@ import os
 import struct
 
 from ckpttool.core import system
-from ckpttool.core.files import copying
+from ckpttool.core.files import reflink
 
 
 def clone_range(fd: int, request: int, wanted: bytes) -> int:
@@ -15,9 +15,9 @@ def clone_range(fd: int, request: int, wanted: bytes) -> int:
     assert request == system.FICLONERANGE
     source, start, nbytes, position = struct.unpack("qQQQ", wanted)
     end, size = start + nbytes, os.fstat(source).st_size
-    aligned = not (start % copying.BLOCK or position % copying.BLOCK)
+    aligned = not (start % reflink.BLOCK or position % reflink.BLOCK)
     is_end = end == size and position + nbytes >= os.fstat(fd).st_size
-    if not aligned or end > size or (end % copying.BLOCK and not is_end) or not nbytes:
+    if not aligned or end > size or (end % reflink.BLOCK and not is_end) or not nbytes:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     assert os.copy_file_range(source, fd, nbytes, start, position) == nbytes
     return 0

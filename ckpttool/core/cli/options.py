@@ -381,6 +381,7 @@ class WriteJob:
     force: bool = False
     resume: bool = False
     part: OutputPart | None = None
+    reflink: str = "auto"
     jobs: int | None = None
     others: list[dict[str, Any]] = field(default_factory=list)  # what the parts of --jobs have said
 
@@ -400,7 +401,7 @@ class WriteJob:
 
     def saving(self) -> dict[str, Any]:
         """Return the arguments of `formats.save`."""
-        names = ("state", "shard_size", "device", "verify", "force", "dry_run")
+        names = ("state", "shard_size", "device", "verify", "force", "dry_run", "reflink")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -525,11 +526,18 @@ folder_options = all_of(
     reading,
     _with_job,
 )
+reflink_option = option(
+    "--reflink WHEN",
+    "Share blocks with INPUT, on btrfs and XFS: auto, always (tensors are ordered for it) or never.",
+    type=click.Choice(("auto", "always", "never")),
+    default="auto",
+)
 job_options = all_of(
     flag(
         "--companions",
         "Also copy the small files of the model in INPUT's folder: config.json, the tokenizer.",
     ),
+    reflink_option,
     folder_options,
 )
 writing_options = all_of(

@@ -17,32 +17,16 @@ from typing import BinaryIO, NamedTuple
 from .. import system
 from ..tensors.ref import ByteRange, Computed, Source
 from .crc import combined, crc32
+from .reflink import Reflink
 from .resuming import Written
 from .threads import BUFFER, MOST_THREADS, Buffers, Progress, cores, cut, in_order
-
-# ---- Blocks that a file shares with another instead of holding a copy, where the file system can
-
-BLOCK = 4096  # whole blocks at the same place within one in both files can be shared
-
-
-def share(data: ByteRange, fd: int, position: int) -> range:
-    """Let a file share the whole blocks of a stretch of another file; return which bytes of it are shared."""
-    start, end = -position % BLOCK, data.nbytes
-    # Only the last block of a file may be shared in part, and only as the last of the other file.
-    if data.offset + end != data.source.size or os.fstat(fd).st_size > position + end:
-        end -= (position + end) % BLOCK
-    if (data.offset - position) % BLOCK or start >= end:
-        return range(0)
-    source, offset = data.source.fd, data.offset + start
-    is_shared = system.share_blocks(source, offset, end - start, fd, position + start)
-    return range(start, end) if is_shared else range(0)
-
 
 # ---- Small pieces of a file, read in a few large reads and written in a few large writes
 #
 # A system call for each of 100,000 tensors costs more than its bytes do.
 
 
+USUALLY = Reflink()
 TINY = 1 << 12  # bytes from which a piece is worth system calls of its own: it may share a block
 MOST_BYTES, MOST_PIECES = 1 << 20, 2000  # that are gathered before they are written
 
@@ -134,7 +118,19 @@ class _Copy:
     then: Then | None
     near: ByteRange | None  # where the bytes come from
     left: int
+    is_shared: bool = False  # they are in the output already, and only to be summed
     sums: list[tuple[int, int, int]] = field(default_factory=list)  # of stretches: position, CRC-32, bytes
+
+    def took(self, data: Data, position: int) -> bool:
+        """Take in bytes that follow these in both files; return whether they do."""
+        mine, end = self.data, self.position + self.nbytes
+        if self.then or not (isinstance(mine, ByteRange) and isinstance(data, ByteRange)):
+            return False
+        if (data.source, data.offset, position) != (mine.source, mine.offset + mine.nbytes, end):
+            return False
+        self.data = mine._replace(nbytes=mine.nbytes + data.nbytes)
+        self.nbytes = self.left = self.data.nbytes
+        return True
 
     def wrote(self, position: int, crc: int, nbytes: int) -> None:
         """Note a stretch that was written; after the last, tell the CRC-32 of all."""
@@ -177,6 +173,7 @@ class Output:
         written: Written | None = None,
         in_a_row: int | None = None,
         announce: Callable[[list[ByteRange]], object] | None = None,
+        reflink: Reflink = USUALLY,
     ) -> None:
         """Begin at the start of a file, of which an earlier attempt, or another part, may have written some.
 
@@ -186,6 +183,7 @@ class Output:
         self.fd = file.fileno()
         self._written, self._in_a_row, self.announce = written, in_a_row or BUFFER, announce
         self._is_part = written is not None and not written.has_rest
+        self.reflink, self.shared = reflink, 0  # bytes that it shares with its inputs
         self.position = 0
         self._progress: Progress = progress or (lambda _: None)
         self._planned: list[_Copy] = []
@@ -270,7 +268,9 @@ class Output:
         if self._is_part and then:  # what waits for the checksum is not written here
             then(0)
             then = None
-        self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
+        last = self._planned[-1] if self._planned and self.reflink.is_always else None
+        if not (last and not then and last.took(data, self.position)):
+            self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
         self.position += nbytes
         # What is elsewhere is announced in the order in which all of it lies.
         if len(self._planned) >= PLANNED and (near is None or near.source.is_local):
@@ -321,7 +321,8 @@ class Output:
             if first <= begin < first + stretch.nbytes:
                 self._progress(nbytes)
                 copy.wrote(begin, crc, nbytes)
-        if isinstance(data, ByteRange) and self._shares(copy):
+        copy.is_shared = isinstance(data, ByteRange) and self._shares(copy)
+        if copy.is_shared and not copy.then:
             return
         for position, nbytes in self._cut(stretch):
             if self._is_left(copy, position, nbytes):
@@ -342,30 +343,34 @@ class Output:
     def _shares(self, copy: _Copy) -> bool:
         """Let the file share the bytes that are to be copied; return False where it can't."""
         data, position = copy.data, copy.position
-        if copy.then or self._written or copy.nbytes <= SMALL:
+        if (
+            self._written
+            or copy.nbytes <= SMALL
+            or not isinstance(data, ByteRange)
+            or not data.source.is_local
+        ):
             return False
-        if not isinstance(data, ByteRange) or not data.source.is_local:
-            return False
-        shared = share(data, self.fd, position)
+        shared = self.reflink.share(data, self.fd, position)
         for part in (range(shared.start), range(shared.stop, copy.nbytes)) if shared else ():
-            chunks = [data.part(part.start, len(part)).read()]
-            self._write_chunks(position + part.start, chunks, self._progress, sums=False)
-        self._progress(len(shared))
+            self._write_now(position + part.start, data.part(part.start, len(part)).read())
+        if shared and not copy.then:
+            self._progress(copy.nbytes)
+        self.shared += len(shared)
         return bool(shared)
 
     def _put_here(self, copy: _Copy, position: int, chunks: Iterable[memoryview | bytes]) -> None:
         """Write chunks of a copy from this thread, with progress after each."""
-        crc, end = self._write_chunks(position, chunks, self._progress, sums=self._sums(copy))
+        crc, end = self._write_chunks(position, chunks, self._progress, **self._of(copy))
         self._noted(copy, position, crc, end - position)
 
-    def _sums(self, copy: _Copy) -> bool:
-        return bool(copy.then or self._written)
+    def _of(self, copy: _Copy) -> dict[str, bool]:
+        return {"sums": bool(copy.then or self._written), "writes": not copy.is_shared}
 
     def _put(self, buffers: Buffers, copy: _Copy, data: Bytes, position: int, nbytes: int) -> _Block:
         """Write a block, from any thread; progress is for the caller's."""
         with buffers.one(data.together if isinstance(data, Computed) else 0) as buffer:
             chunks = data.chunks(buffer)
-            crc, _ = self._write_chunks(position, chunks, lambda _: None, sums=self._sums(copy))
+            crc, _ = self._write_chunks(position, chunks, lambda _: None, **self._of(copy))
         return self, copy, position, crc, nbytes
 
     def _is_left(self, copy: _Copy, position: int, nbytes: int) -> bool:
@@ -380,12 +385,19 @@ class Output:
         return True
 
     def _write_chunks(
-        self, position: int, chunks: Iterable[memoryview | bytes], progress: Progress, *, sums: bool
+        self,
+        position: int,
+        chunks: Iterable[memoryview | bytes],
+        progress: Progress,
+        *,
+        sums: bool,
+        writes: bool = True,
     ) -> tuple[int, int]:
         """Write chunks one after another; return their CRC-32, 0 unless it `sums` them, and their end."""
         crc = 0
         for chunk in chunks:
-            self._write_now(position, chunk)
+            if writes:
+                self._write_now(position, chunk)
             position += len(chunk)
             crc = crc32(chunk, crc) if sums else 0
             progress(len(chunk))
@@ -445,8 +457,8 @@ def _start_flushing(fd: int, start: int) -> None:
 class DryOutput(Output):
     """An output that takes everything and keeps nothing but the size."""
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, reflink: Reflink = USUALLY) -> None:
+        self.position, self.reflink, self.shared = 0, reflink, 0
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -475,10 +487,10 @@ class DryOutput(Output):
 class Planned(DryOutput):
     """A dry output that tells plans apart: a hash of what is written, and of where all else comes from."""
 
-    def __init__(self, facts: object) -> None:
+    def __init__(self, facts: object, reflink: Reflink = USUALLY) -> None:
         import hashlib  # loads OpenSSL, which most commands do without
 
-        super().__init__()
+        super().__init__(reflink)
         self.hash = hashlib.sha256(repr(facts).encode())
 
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:

@@ -17,7 +17,7 @@ from .. import system
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.optimizer_view import OptimizerView
 from ..checkpoint.state import State
-from ..files import digest
+from ..files import digest, reflink
 from ..files.parts import OutputPart
 from ..files.threads import Progress
 from ..inert_pickle.known_names import names_in, names_that_run
@@ -158,6 +158,7 @@ class SaveOptions:
     words: Sequence[str] = ()
     resume: bool = False
     recipe: str = ""
+    reflink: str = reflink.AUTO
     time: int | None = None
 
 
@@ -183,6 +184,14 @@ def require_sense(
         raise UsageFault(f"{path}: {what}, but a shard size was given", hint=hint)
     if target.is_folder and path == "-":
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
+    if options.reflink not in reflink.MODES:
+        raise UsageFault(f"'{options.reflink}' is no way to share", hint=f"one of {', '.join(reflink.MODES)}")
+    if options.reflink == reflink.ALWAYS and kind == folders.DCP:
+        what = "is written by torch's library, which shares no blocks"
+        raise reflink.NotShared(path, what, hint="leave out --reflink always")
+    if options.reflink == reflink.ALWAYS and options.part:
+        what = f"{path}: --reflink always takes no time, and has no parts"
+        raise UsageFault(what, hint="leave it out; or --part, or torchrun")
     if device is not None and kind not in PICKLES:
         what = f"{path}: {kind} names no devices, but --device {device} was given"
         raise UsageFault(what, hint="leave it out, or write a .pt file")
@@ -228,6 +237,7 @@ class Saved:
         not_copied: other files of the input's folder, which a new folder does not have.
         shards: how many files of a folder hold the tensors; 0 for a single file, and for a DCP not yet
             written.
+        shared: how many bytes lie in blocks that the output shares with its inputs.
         given_back: names in a replaced folder of what another process put into the old one meanwhile.
         part: which part of the output was written, `3/16`; None where the output is whole.
         waiting: the numbers of the parts that are not written yet; none where another process finishes.
@@ -247,6 +257,7 @@ class Saved:
     keyed_by_text: tuple[str, ...] = field(default=(), metadata={"if_any": True})
     not_copied: tuple[str, ...] = field(default=(), metadata={"if_any": True})
     shards: int = field(default=0, metadata={"if_any": True})
+    shared: int = field(default=0, metadata={"if_any": True})
     given_back: tuple[str, ...] = noted(
         "put into the folder by another process meanwhile, and kept", if_any=True
     )

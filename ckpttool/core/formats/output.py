@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -14,11 +14,13 @@ from ...errors import CkptToolError, OutputExists, already_exists
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.commit import replacing, require_folder
 from ..files.commit_folder import NewFolder, Replaced, check_folder, replacing_folder, unmoved
+from ..files.reflink import NotShared, Reflink
 from ..files.resuming import Attempt
 from ..files.threads import Progress
 from ..remote.places import uploading
 from ..remote.urls import canonical, is_url
 from ..system import join
+from ..tensors.ref import Source
 from .folders import File as Identity
 from .folders import identity_at, needed_beside, sources_of
 from .reading import File, opened
@@ -119,6 +121,16 @@ class OutputPlace:
         upload = uploading(self.path, replace=self.force, dry_run=dry_run, progress=progress, expect=expect)
         with upload as path:
             yield self if path == self.path else OutputPlace(path, is_uploaded=True)
+
+    def sharing(self, mode: str, sources: Callable[[], Iterable[Source]]) -> Reflink:
+        """Return how the output shares blocks with some files. Raises NotShared if it should, and can't."""
+        reflink = Reflink.at(mode, self.path)
+        if reflink.is_always:
+            if self.path == "-" or self.is_uploaded:
+                what = "is no file of this machine, which could share blocks"
+                raise NotShared(self.path, what, hint="leave out --reflink always")
+            reflink.require(self.path, sources())
+        return reflink
 
     @property
     def mode(self) -> int:

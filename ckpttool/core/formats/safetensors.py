@@ -16,6 +16,7 @@ from ..checkpoint import full
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.module_tree import is_embedding
 from ..files.copying import MOST_PIECES, Output, is_tiny
+from ..files.reflink import sharing_order
 from ..inert_pickle.values import OrderedDict_
 from ..tensors import ref
 from ..tensors.values import require_bounded, stream
@@ -74,6 +75,7 @@ FIELD_NAMES = ("dtype", "shape", "data_offsets")
 
 # Bytes that the format allows a header.
 MAX_HEADER = 100_000_000
+WIDTH = 8  # bytes of which a header has a multiple
 
 # Metadata with a meaning of its own; it never records another name of a tensor.
 RESERVED = (*OF_TORCH, full.ENTRY)
@@ -226,15 +228,17 @@ def _form(
 
 def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output) -> None:
     """Write tensors; each name gets its own copy of the values."""
-    ordered = in_order(path, tensors)
+    ordered, place, block = in_order(path, tensors), 0, WIDTH
+    if out.reflink.is_always:
+        ordered, place = sharing_order(path, ordered, block := out.reflink.block)
     for name, tensor in ordered.items():
         if not tensor.is_stretch:  # which has no more bytes than its storage
             require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
-    out.write(header(path, ordered, metadata))
+    out.write(header(path, ordered, metadata, place=place, block=block))
     tiny: list[tuple[int, ref.ByteRange]] = []
     for tensor in ordered.values():
         data = tensor.data if tensor.is_stretch else None
-        if isinstance(data, ref.ByteRange) and is_tiny(data):
+        if isinstance(data, ref.ByteRange) and is_tiny(data) and not out.reflink.is_always:
             tiny.append((out.position, data))
             out.position += data.nbytes
         elif data is not None:
@@ -301,8 +305,15 @@ def _require_holdable(path: str, name: str, tensor: ref.TensorRef) -> None:
         raise Refused(path, reason, hint="write a .pt file instead, which keeps every type")
 
 
-def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int = 0) -> bytes:
-    """Return the length and the JSON of a file."""
+def header(
+    path: str,
+    tensors: Tensors,
+    metadata: Mapping[str, str],
+    fill: int = 0,
+    place: int = 0,
+    block: int = WIDTH,
+) -> bytes:
+    """Return the length and the JSON of a file, of `fill` bytes or more, which end at a place in a block."""
     entries = [f'"{METADATA}":{_json(dict(sorted(metadata.items())))}'] if metadata else []
     likes = [*map(attrgetter("dtype.safetensors", "shape", "dtype.itemsize"), tensors.values())]
     # What stands between a name and its place, and the bytes, for each form.
@@ -322,7 +333,7 @@ def header(path: str, tensors: Tensors, metadata: Mapping[str, str], fill: int =
         what = what.encode("utf-8", "backslashreplace").decode()
         raise Refused(path, f"{what} is not valid Unicode", hint="write a .pt file instead") from None
     raw = raw.ljust(fill - 8)
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * ((place - 8 - len(raw)) % block)
     if len(raw) > MAX_HEADER:
         raise Refused(path, "its names need a header of more than 100 MB", hint="write a .pt file instead")
     return struct.pack("<Q", len(raw)) + raw

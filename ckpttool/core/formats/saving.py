@@ -79,6 +79,7 @@ class SavePlan:
         self.ties: dict[str, str] = {}
         if self.state is not None and not options.keep_copies and self.format not in destination.PICKLES:
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
+        self.reflink, self._outputs = place.sharing(options.reflink, lambda: self.sources), list[Output]()
 
     def tensors(self) -> Tensors:
         """Return the tensors that the output will have, by their names in it."""
@@ -133,8 +134,14 @@ class SavePlan:
     def _written(self, checksums: Checksums, attempt: Attempt | None, *, values: bool) -> destination.Saved:
         """Write the output, and compare all before it takes its place."""
 
+        before = {source: source.version for source in self.sources if source.is_local}
+
         def check(written: Checkpoint) -> None:
             checksums.finish()
+            # What is shared is what was there at one moment, and its checksum that of another.
+            changed = [source.path for source, version in before.items() if source.version != version]
+            if changed and any(output.shared for output in self._outputs):
+                raise Damaged(changed[0], "changed while it was read", hint="run the command again")
             self.compare(written, values=values, progress=self.options.progress)
 
         def opened(file: BinaryIO) -> Output:
@@ -145,13 +152,15 @@ class SavePlan:
     def _opened(self, file: BinaryIO, attempt: Attempt | None, checksums: Checksums) -> Output:
         written = attempt.written(file) if attempt else None
         announce = urls.expect_ranges if isinstance(attempt, OutputParts) else None
-        return Output(file, self.options.progress, written, checksums.in_a_row, announce)
+        progress, in_a_row = self.options.progress, checksums.in_a_row
+        self._outputs.append(Output(file, progress, written, in_a_row, announce, self.reflink))
+        return self._outputs[-1]
 
     def _planned(self, checksums: Checksums, opened: object) -> tuple[str, dict[str, int]]:
         """Return the hash of all that makes the output, and the sizes of its files by name."""
         # What was read without comparing it can't be compared later: reading it again would be another read.
         reading = checksums.compares, checksums.in_a_row
-        plan, sizes = Planned((self.options.recipe, opened, *reading)), dict[str, int]()
+        plan, sizes = Planned((self.options.recipe, opened, *reading), self.reflink), dict[str, int]()
         if self.format not in folders.NAMES:
             self._write(plan)
             return plan.hash.hexdigest(), {"": plan.position}
@@ -238,10 +247,16 @@ class SavePlan:
             need("dcp.reading").check(tree)
             return self._saved(sum(tensor.nbytes for _, tensor in tree.tensors()))
         if self.format not in folders.NAMES:
-            return self._saved(_dry(self._write))
+            return self._saved(self._dry(self._write))
         cut, index = self._shards()
-        sizes = [_dry(partial(self._write_shard, name, tensors)) for name, tensors in cut.items()]
+        sizes = [self._dry(partial(self._write_shard, name, tensors)) for name, tensors in cut.items()]
         return self._saved(sum(sizes) + len(index.encode()), shards=len(cut))
+
+    def _dry(self, write: Callable[[Output], None]) -> int:
+        """Return how many bytes would be written."""
+        out = DryOutput(self.reflink)
+        write(out)
+        return out.position
 
     def write(self, opened: shards.Opened, check: Check, attempt: Attempt | None = None) -> destination.Saved:
         """Write the output and put it in place."""
@@ -340,15 +355,9 @@ class SavePlan:
         if state is None:
             state = self.checkpoint.state(self.where) if self.where else self.checkpoint.found_state()
         facts |= destination.report(self.checkpoint, self.target, state, self.ties)
+        facts["shared"] = sum(output.shared for output in self._outputs)
         facts["not_copied"] = folders.not_copied(self.checkpoint, self.path, self.format)
         return destination.Saved(self.path, self.format, nbytes, **facts)
-
-
-def _dry(write: Callable[[Output], None]) -> int:
-    """Return how many bytes would be written."""
-    out = DryOutput()
-    write(out)
-    return out.position
 
 
 # ---- Saving: complete or not at all.
@@ -442,6 +451,8 @@ def save(
             to tell computed values from those of another call.
         resume: go on with an output of remote files whose writing was interrupted, if it is of the same plan:
             the same versions of the same objects, and the same call.
+        reflink: `auto`, `always` or `never` share blocks with the inputs, where the file system can. `always`
+            orders tensors for it, instead of as the library does, and writes nothing where it fails.
         recipe: what tells computed values (a cast, a mean) from those of another call. Without it, and where
             files state checksums, only bytes that are copied are not fetched again.
         time: when the output was changed, in nanoseconds, where it is a file; None for now.
@@ -453,7 +464,8 @@ def save(
         TypeError: `checkpoint` is something else, such as a path; or there is no such option.
         OutputExists: there is something at `path`, and `force` is not given or can't help.
         UsageFault: the ending says no format, options contradict each other, or the place can't be written.
-        Refused, NoState: the format can't hold something; there is no state, or none at `state`.
+        Refused, NoState: the format can't hold something, or blocks should always be shared and can't be;
+            there is no state, or none at `state`.
         Damaged: what was read does not have its checksum (nothing was written), or what was written does not
             read back as intended (it was removed).
 

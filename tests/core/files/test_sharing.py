@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from pytest import MonkeyPatch
 
 import ckpttool
 from ckpttool.core.files import copying
-from ckpttool.core.files.copying import BLOCK, Output
+from ckpttool.core.files.copying import Output
+from ckpttool.core.files.reflink import BLOCK
 from ckpttool.core.system import NO_CLONE
 from ckpttool.core.tensors.ref import ByteRange, Source
 from ckpttool.errors import Damaged
@@ -134,9 +136,13 @@ def test_pt_to_pt_shares_large_storages_and_compares_checksums(
     assert (tmp_path / "copied/out.pt").read_bytes() == (tmp_path / "out.pt").read_bytes()
 
 
-def test_bytes_that_are_to_be_summed_are_read(source: Source, tmp_path: Path, shared: list[int]) -> None:
-    sums: list[int] = []
-    with open(tmp_path / "out", "w+b") as file, Output(file) as out:
+def test_bytes_that_are_shared_are_read_where_they_are_to_be_summed(
+    source: Source, tmp_path: Path, shared: list[int]
+) -> None:
+    sums, moved, read = list[int](), list[int](), list[int]()
+    source.observers.append(lambda offset, data: read.append(len(data)))
+    with open(tmp_path / "out", "w+b") as file, Output(file, moved.append) as out:
         out.copy(ByteRange(source, 0, 300_001), sums.append)
     assert (tmp_path / "out").read_bytes() == CONTENT
-    assert len(sums) == 1 and not shared
+    assert sums == [zlib.crc32(CONTENT)] and sum(shared) == out.shared == 300_001
+    assert sum(moved) == sum(read) == 300_001

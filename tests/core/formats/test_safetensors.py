@@ -29,7 +29,7 @@ from safetensors.torch import load_file, load_model, save, save_file, save_model
 
 import ckpttool
 from ckpttool.core import system
-from ckpttool.core.files import copying
+from ckpttool.core.files import copying, reflink
 from ckpttool.core.files.copying import Output
 from ckpttool.core.formats import Saved, safetensors
 from ckpttool.core.tensors import values as tensor_values
@@ -473,7 +473,8 @@ def of(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that shares blocks of a byte between files: no payload may be copied."""
     monkeypatch.setattr(fcntl, "ioctl", clone_range)
-    monkeypatch.setattr("ckpttool.core.files.copying.BLOCK", 1)
+    monkeypatch.setattr(reflink, "BLOCK", 1)
+    monkeypatch.setattr(system, "block_size", lambda _: 1)
     monkeypatch.setattr(copying, "SMALL", 0)
     monkeypatch.setattr(Output, "_put", Mock(side_effect=AssertionError("payload was moved")))
 

@@ -10,8 +10,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...files.copying import BLOCK, MOST_PIECES, Output, is_tiny
+from ...files.copying import MOST_PIECES, Bytes, Output, is_tiny
 from ...files.crc import crc32
+from ...files.reflink import BLOCK, LARGE, NEVER, WIDEST, NotShared
 from ...tensors.ref import ByteRange, Storage
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -33,7 +34,7 @@ CENTRAL_START = struct.pack("<IHHHHHH", 0x02014B50, 0, 0, UTF8, STORED, 0, 0)
 ALIKE, NO_MORE, PLACE = struct.Struct("<IIIH"), bytes(12), struct.Struct("<I")
 PADDED = [struct.pack("<HH", PADDING_EXTRA, length) + b"Z" * length for length in range(ALIGNMENT)]
 
-# Bytes of a payload for which a place in a block of its own choice is worth up to a block of padding.
+# Bytes of a payload for which a place of its own within a block is worth up to a block of padding.
 SHARED = 1 << 20
 
 
@@ -77,11 +78,11 @@ class ZipWriter:
         """Write a record of a storage's bytes."""
         data = storage.data
         if isinstance(data, ByteRange) and storage.crc32 is not None:
-            finish = self._reserve(name, data.nbytes, data.offset)
+            finish = self._reserve(name, data.nbytes, data)
             self.out.copy(data)
             finish(storage.crc32)
         else:
-            self.out.copy(data, self._reserve(name, data.nbytes), storage.place)
+            self.out.copy(data, self._reserve(name, data.nbytes, data), storage.place)
 
     def _plan(self, path: bytes, storage: Storage, data: ByteRange) -> None:
         """Leave room for a small record, which is read and written with others."""
@@ -128,17 +129,30 @@ class ZipWriter:
         end += END_OF_ZIP.pack(Signature.END, 0, 0, count, count, min(size, FULL32), min(offset, FULL32), 0)
         self.out.write(directory + bytes(end))
 
-    def _reserve(self, name: str, size: int, source: int = 1) -> Callable[[int], None]:
+    def _reserve(self, name: str, size: int, data: Bytes | None = None) -> Callable[[int], None]:
         """Skip a local header, so that the payload starts on the boundary; return what writes it."""
         header, path = self.out.position, f"{self.root}/{name}".encode()
         extra = struct.pack("<HHQQ", ZIP64_EXTRA, 16, size, size) if size >= FULL32 else b""
         start = header + LOCAL.size + len(path) + len(extra) + 4
-        is_shared = size >= SHARED and source % ALIGNMENT == 0
-        padding = (source - start) % BLOCK if is_shared else -start % ALIGNMENT
+        place, block = self._place(size, data)
+        padding = (place - start) % block
+        if len(extra) + 4 + padding > FULL16:
+            what = f"'{name}' needs more room before it than a zip has, to share blocks of {block} bytes"
+            raise NotShared(self.root, what, hint="leave out --reflink always")
         extra += struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
         self._entries.append(b"")
         self.out.position = start + padding
         return partial(self._finish, len(self._entries) - 1, path, header, extra, size)
+
+    def _place(self, size: int, data: Bytes | None) -> tuple[int, int]:
+        """Return the place within a block that a payload is put to, and the bytes of that block."""
+        reflink = self.out.reflink
+        if size < (LARGE if reflink.is_always else SHARED):
+            return 0, ALIGNMENT
+        block, step = (reflink.block, WIDEST) if reflink.is_always else (BLOCK, ALIGNMENT)
+        if isinstance(data, ByteRange) and not data.offset % step and reflink.mode != NEVER:
+            return data.offset, block
+        return 0, block
 
     def _finish(self, number: int, path: bytes, header: int, extra: bytes, size: int, crc: int) -> None:
         """Write the local header at its offset, and enter the record into the directory."""
