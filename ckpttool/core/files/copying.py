@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from heapq import merge
 from itertools import chain, zip_longest
 from operator import attrgetter, itemgetter
 from threading import Lock
+from time import perf_counter
 from typing import BinaryIO, NamedTuple
 
 from .. import system
@@ -91,7 +93,7 @@ class Gathered:
 
 
 # Bytes of one write. The kernel takes memory for a file in pieces as large as the write, where it can, and
-# large ones are slow to find, above all in a virtual machine.
+# large ones are slow to find in some virtual machines.
 WRITTEN = 1 << 17
 
 SMALL = 1 << 17  # bytes that are moved at once: handing them to a thread costs more
@@ -159,6 +161,45 @@ class _Stretch(NamedTuple):
         return (self.near.source.place, self.near.offset) if self.near else HERE
 
 
+class _Ways:
+    """Ways to copy blocks of a file: the first ones, copied by turns, show which is the fastest here.
+
+    A block is read and summed by any thread, and written by the caller, at once or in pieces of WRITTEN. Or
+    the kernel copies it, and any thread sums what was written. No rule holds for all machines.
+    """
+
+    KERNEL = 0  # in place of the bytes of a write
+    TRIED, TURN = 60, 4  # blocks
+
+    def __init__(self) -> None:
+        self.all: list[int] = [BUFFER, WRITTEN, *([self.KERNEL] if hasattr(os, "copy_file_range") else ())]
+        self._begun = 0
+        self._seconds: dict[tuple[int, bool], list[float]] = defaultdict(list)  # by way; of the caller or not
+
+    def next(self) -> int:
+        """Return the way of the next block."""
+        if len(self.all) > 1 and self._begun == self.TRIED:
+            self.all = [min(self.all, key=self._cost)]
+        self._begun += 1
+        return self.all[self._begun // self.TURN % len(self.all)]
+
+    def took(self, way: int, seconds: float, *, caller: bool) -> None:
+        """Note what a block took, of the caller's time or another thread's."""
+        if len(self.all) > 1:
+            self._seconds[way, caller].append(seconds)
+
+    def _cost(self, way: int) -> float:
+        """Return the seconds of a block: those of the caller, or of all threads if these are what binds."""
+        rows = self._seconds[way, True], self._seconds[way, False]
+        # The medians: the first blocks wait for memory.
+        alone, shared = (sorted(row or [0.0])[len(row) // 2] for row in rows)
+        return max(alone, (alone + shared) / cores(THREADS))
+
+    def drop(self, way: int) -> None:
+        """Leave out a way that is not possible here."""
+        self.all = [each for each in self.all if each != way] or [BUFFER]
+
+
 class Output:
     """A file being written, front to back or at chosen places. Use it as a context manager.
 
@@ -189,6 +230,7 @@ class Output:
         self._planned: list[_Copy] = []
         self._gathered = Gathered()
         self._writing = Lock()
+        self._ways = _Ways()
 
     def __enter__(self) -> Output:
         return self
@@ -212,15 +254,19 @@ class Output:
             self._gathered.add(position, bytes(data))
             self._write_gathered(unless_few=True)
 
-    def _write_now(self, position: int, data: bytes | bytearray | memoryview) -> None:
+    def _write_now(self, position: int, data: bytes | bytearray | memoryview, at_once: int = WRITTEN) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         end = position + len(view)
         with self._writing:  # in the kernel a second thread would wait too, but turning on its core
             while view:
-                done = system.pwrite(self.fd, view[:WRITTEN], position)
+                done = system.pwrite(self.fd, view[:at_once], position)
                 view = view[done:]
                 position += done
-        if end // FLUSHED > (end - len(data)) // FLUSHED:
+        self._flush(end - len(data), end)
+
+    def _flush(self, start: int, end: int) -> None:
+        """Have what was written sent to the disk, if a stretch of it is complete."""
+        if end // FLUSHED > start // FLUSHED:
             _start_flushing(self.fd, (end // FLUSHED - 1) * FLUSHED)
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int, near: Near = None) -> None:
@@ -313,10 +359,14 @@ class Output:
         start = stretch.copy.position + stretch.start
         return ((start + at, size) for at, size in cut(nbytes, most))
 
-    def _blocks(self, stretch: _Stretch, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
-        """Yield the jobs that write a stretch; what takes no job is written in between."""
+    def _blocks(self, stretch: _Stretch, buffers: Buffers, *, alone: bool) -> Iterator[Callable[[], _Block]]:
+        """Yield the jobs that write a stretch; of an output that is `alone`, the caller writes.
+
+        What takes no job is written in between.
+        """
         copy, first = stretch.copy, stretch.copy.position + stretch.start
         data = copy.data
+        most = max(data.together if isinstance(data, Computed) else 0, BUFFER)  # of a buffer
         for begin, nbytes, crc in self._written.rows_of(copy.position) if self._written else ():
             if first <= begin < first + stretch.nbytes:
                 self._progress(nbytes)
@@ -336,7 +386,15 @@ class Output:
                 self._put_here(copy, position, data.make(position - copy.position, nbytes))
             else:
                 part = data.part(position - copy.position, nbytes)
-                yield partial(self._put, buffers, copy, part, position, nbytes)
+                if (
+                    not alone
+                    or copy.is_shared
+                    or nbytes > most
+                    or (isinstance(data, Computed) and not data.fill)
+                ):
+                    yield partial(self._put, buffers, copy, part, position, nbytes)
+                else:
+                    yield self._job(buffers, copy, part, position)
         if not stretch.nbytes and copy.then:
             copy.then(0)
 
@@ -371,7 +429,30 @@ class Output:
         with buffers.one(data.together if isinstance(data, Computed) else 0) as buffer:
             chunks = data.chunks(buffer)
             crc, _ = self._write_chunks(position, chunks, lambda _: None, **self._of(copy))
-        return self, copy, position, crc, nbytes
+        return self, copy, position, crc, nbytes, None
+
+    def _job(self, buffers: Buffers, copy: _Copy, data: Bytes, position: int) -> Callable[[], _Block]:
+        """Return what any thread has to do for a block before the caller has it `_done`."""
+        way, sums, nbytes = BUFFER, self._of(copy)["sums"], data.nbytes
+        if isinstance(data, ByteRange) and data.source.is_local:
+            way = self._ways.next()
+            if way == _Ways.KERNEL and self._kernel_copies(data, position):
+                if not (sums or data.source.observers):
+                    return lambda: (self, copy, position, 0, nbytes, None)
+                # What was written is summed, not what lies in the source by now.
+                data = Computed.filling("", nbytes, partial(self._read_back, data, position))
+            elif way == _Ways.KERNEL:
+                self._ways.drop(way)
+                way = BUFFER
+
+        def job() -> _Block:
+            begin, buffer = perf_counter(), buffers.take()
+            (view,) = data.chunks(buffer[:nbytes])
+            crc = crc32(view) if sums else 0
+            self._ways.took(way, perf_counter() - begin, caller=False)
+            return self, copy, position, crc, nbytes, (buffers, way, buffer)
+
+        return job
 
     def _is_left(self, copy: _Copy, position: int, nbytes: int) -> bool:
         """Return whether a block is written already, or by another part."""
@@ -403,7 +484,35 @@ class Output:
             progress(len(chunk))
         return crc, position
 
-    def _done(self, copy: _Copy, position: int, crc: int, nbytes: int) -> None:
+    def _kernel_copies(self, data: ByteRange, position: int) -> bool:
+        """Copy bytes within the kernel; return False where that failed, which reading and writing explain."""
+        begin, done, moved = perf_counter(), 0, 1
+        with contextlib.suppress(OSError):
+            while moved and done < data.nbytes:
+                place = data.offset + done, position + done
+                moved = os.copy_file_range(data.source.fd, self.fd, data.nbytes - done, *place)
+                done += moved
+        self._flush(position, position + done)
+        self._ways.took(_Ways.KERNEL, perf_counter() - begin, caller=True)
+        return done == data.nbytes
+
+    def _read_back(self, data: ByteRange, position: int, start: int, view: memoryview) -> None:
+        """Fill memory with bytes that the kernel has copied, and show them as those of the source."""
+        done = 0
+        while done < len(view):
+            done += (moved := system.preadv(self.fd, [view[done:]], position + start + done))
+            if not moved:
+                raise OSError(errno.EIO, "the output became shorter while it was written")
+        data.source.seen(data.offset + start, view)
+
+    def _done(self, copy: _Copy, position: int, crc: int, nbytes: int, held: _Held | None) -> None:
+        if held is not None:
+            buffers, way, buffer = held
+            if way != _Ways.KERNEL:
+                begin = perf_counter()
+                self._write_now(position, buffer[:nbytes], way)
+                self._ways.took(way, perf_counter() - begin, caller=True)
+            buffers.give(buffer)
         self._progress(nbytes)
         self._noted(copy, position, crc, nbytes)
 
@@ -413,8 +522,9 @@ class Output:
         copy.wrote(position, crc, nbytes)
 
 
-# Of a block that was written: where, a part of what, from which place on, CRC-32, bytes
-_Block = tuple[Output, _Copy, int, int, int]
+_Held = tuple[Buffers, int, memoryview]  # the bytes of a block, which the caller writes, and how
+# Of a block: where, a part of what, from which place on, CRC-32, bytes; held if it is to be written
+_Block = tuple[Output, _Copy, int, int, int, "_Held | None"]
 
 
 def settle_together(outputs: Sequence[Output]) -> None:
@@ -428,7 +538,7 @@ def settle_together(outputs: Sequence[Output]) -> None:
 
     def blocks(stretches: Iterable[tuple[Output, _Stretch]]) -> Iterator[Callable[[], _Block]]:
         for output, stretch in stretches:
-            yield from output._blocks(stretch, buffers)
+            yield from output._blocks(stretch, buffers, alone=len(outputs) == 1)
 
     # What comes from elsewhere is read in the order in which it lies: there the link is what is slow.
     by_turns: Iterable[Callable[[], _Block] | None]

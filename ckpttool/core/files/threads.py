@@ -242,12 +242,20 @@ class Buffers:
     @contextlib.contextmanager
     def one(self, nbytes: int = 0) -> Iterator[memoryview]:
         """Yield a buffer that no other thread uses, of BUFFER bytes, or of others, LARGEST at most."""
+        buffer = self.take()
+        yield buffer[: nbytes or BUFFER]
+        self.give(buffer)
+
+    def take(self) -> memoryview:
+        """Return a buffer of LARGEST bytes, which is the caller's until it is given back."""
         try:
-            buffer = self._spare.pop()
+            return self._spare.pop()
         except IndexError:  # not asked first: another thread may take the last one in between
             # It begins with a page, which the kernel copies faster; what is not used of it takes no memory.
-            buffer = memoryview(mmap(-1, LARGEST))
-        yield buffer[: nbytes or BUFFER]
+            return memoryview(mmap(-1, LARGEST))
+
+    def give(self, buffer: memoryview) -> None:
+        """Give a buffer back."""
         self._spare.append(buffer)
 
 
