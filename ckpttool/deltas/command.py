@@ -60,7 +60,7 @@ def delta(
     Examples:
       ckpttool delta step-100.pt step-200.pt step-200.delta.safetensors
       ckpttool diff step-100.pt step-200.delta.safetensors
-      ckpttool delta base.safetensors tuned.safetensors sync/weight_v000001 --as weight-v
+      ckpttool delta base.pt tuned.safetensors sync/weight_v000001 --as weight-v
     """
     from . import writing
 
@@ -124,7 +124,7 @@ def apply(job: options.WriteJob, to: str | None, full: bool, version: int | None
     \b
     Examples:
       ckpttool apply step-100.pt step-200.delta.safetensors step-200.pt
-      ckpttool apply base.safetensors sync new.safetensors --version 1
+      ckpttool apply base.pt sync new.safetensors --version 1
     """
     from ..core import formats
     from . import versions, writing

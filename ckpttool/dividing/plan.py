@@ -81,7 +81,8 @@ def plan(command: str, *paths: str, **settings: Any) -> DividedCommand:
             words += [flag] if each is True else [] if each in (None, False) else [flag, str(each)]
     if said := settings.keys() & {"part", "jobs", "dry_run"}:
         raise UsageFault(f"plan(…, {min(said)}=…): the parts of a plan say that themselves")
-    _result_of(_started([*words, "--part", "1/1", "--dry-run"]))
+    if "parts_in" not in settings:  # of a command that only reads all would be read
+        _result_of(_started([*words, "--part", "1/1", "--dry-run"]))
     return DividedCommand(tuple(words))
 
 

@@ -212,10 +212,10 @@ def _call(
         here, there = (members[i] if i < len(members) else i for i in map(int, ends.groups()))
         pair = (here, there) if called == "send" else (there, here)
     which = "output" if called == "recv" else "input"
-    sizes = entry[f"{which}_sizes"]
+    sizes = [[*map(operator.index, each)] for each in entry[f"{which}_sizes"]]
     dtypes = tuple(map(str, dict.fromkeys(entry[f"{which}_dtypes"])))
     number = int(entry["p2p_seq_id" if pair else "collective_seq_id"])
-    elements = sum(math.prod(map(operator.index, each)) for each in sizes)
+    elements = sum(map(math.prod, sizes))
     group = (name, description, members)
     return RecordedCall(
         rank, group, number, called, pair, state, elements, sizes, dtypes, entry.get("frames", ())

@@ -15,7 +15,6 @@ from ..core.cli import options
 from ..core.cli.console import Console, columns, table, terminal_width, without, wrapped
 from ..core.cli.reading import Answer, answer_each, fields_of, open_file
 from ..core.cli.schemas import Fields, fields_like
-from ..core.remote.places import is_folder
 from ..core.words import counted, number, printable, show_bytes, show_names
 from ..errors import SeveralCheckpoints, Unreadable
 from ..rooms import find
@@ -139,6 +138,8 @@ def inspect(
 
 def _of_versions(folder: str) -> Answer | None:
     """Return the table of the versions in a folder; None if none of them is a delta of another program."""
+    from ..core.remote.places import is_folder
+
     versions: Any = find("deltas.versions")
     found = versions.in_folder(folder) if versions and is_folder(folder) else []
     if all(each.base is None or each.form == "safetensors" for each in found):  # our own are a run's

@@ -35,7 +35,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], int, str]] = {
     "a missing input": (("convert", "nowhere.pt", "out.pt"), {}, 3, "nowhere.pt: no such file"),
     "no output": (("convert", "in.pt"), {}, 2, "OUTPUT"),
     "an output that exists": (("convert", "in.pt", "in.safetensors"), {}, 2, "already exists"),
-    "a command without parts": (("digest", "in.pt"), {}, 2, "--part"),
+    "a command without parts": (("delta", "in.pt", "in.pt", "out.pt"), {}, 2, "--part"),
     "an output that is no file": (("convert", "in.pt", "-"), {}, 2, "no place where parts can meet"),
     "an output that torch writes": (("convert", "in.pt", "d"), {"to": "dcp"}, 2, "torch's library"),
     "nothing to do": (("strip-prefix", "in.safetensors", "out.pt"), {}, 1, "no key begins with"),

@@ -383,7 +383,7 @@ class WriteJob:
     part: OutputPart | None = None
     reflink: str = "auto"
     jobs: int | None = None
-    others: list[dict[str, Any]] = field(default_factory=list)  # what the parts of --jobs have said
+    said: list[dict[str, Any]] = field(default_factory=list)  # what the parts of --jobs have said
 
     @contextmanager
     def in_processes(self) -> Iterator[WriteJob]:
@@ -397,7 +397,7 @@ class WriteJob:
         from ..remote.places import visit
 
         with visit(), need("dividing.plan").all_but_first(_words(), self.jobs) as wait:
-            yield replace(self, part=OutputPart(1, self.jobs, lambda: self.others.extend(wait())))
+            yield replace(self, part=OutputPart(1, self.jobs, lambda: self.said.extend(wait())))
 
     def saving(self) -> dict[str, Any]:
         """Return the arguments of `formats.save`."""

@@ -296,7 +296,7 @@ def _report(job: WriteJob, outcome: Outcome, saved: Saved, companions: Companion
     }
     if not dry and outcome.casting is not None:
         for name, (value, became) in LOSSES.items():
-            others = sum(said.get(name, 0) for said in job.others)
+            others = sum(said.get(name, 0) for said in job.said)
             data[name] = count = getattr(outcome.casting, name) + others
             if count:
                 where = f" in part {job.part}" if job.part and not job.jobs else ""

@@ -26,7 +26,7 @@ WIDEST = 8  # bytes of an element, which lies at a multiple of them
 Tensors = Mapping[str, TensorRef]
 
 
-class NotShared(Refused):
+class NotShared(Refused, kind="not-shared"):
     """Blocks should always be shared, and can't be."""
 
 

@@ -41,10 +41,12 @@ def test_every_command_stands_under_a_heading_of_the_help() -> None:
 
 
 def test_a_command_does_without_what_others_would_add_to_it(tmp_path: Path) -> None:
-    run = without(tmp_path, "mapping", "numbers", "reporting", "models")
+    run = without(tmp_path, "mapping", "numbers", "reporting", "models", "explaining")
     listed = run("--help")
     assert listed.returncode == 0 and "\n  convert " in listed.stdout
-    assert not any(f"\n  {name} " in listed.stdout for name in ("maps", "report", "doctor", "reload"))
+    assert not any(
+        f"\n  {name} " in listed.stdout for name in ("maps", "report", "doctor", "reload", "explain")
+    )
     assert "\nLoad:" not in listed.stdout, "a heading without commands"
     for words in ("convert a.pt b.safetensors", "inspect b.safetensors", "slim a.pt c.pt", "diff a.pt c.pt"):
         ran = run(*words.split())

@@ -89,6 +89,11 @@ def prepare(folder: Path, example: str) -> None:
             torch.save({key: tensor + step for key, tensor in state.items()}, folder / f"step-{step}.pt")
         steps = (folder / f"step-{step}.pt" for step in (100, 200))
         ckpttool.delta(*steps, folder / "step-200.delta.safetensors")
+    (folder / "sync").mkdir()
+    if "sync new" in example:
+        save_file(tuned(), folder / "tuned.safetensors")
+        of_both = folder / "base.pt", folder / "tuned.safetensors"
+        ckpttool.delta(*of_both, folder / "sync" / "weight_v000001", layout="weight-v")
     layer = next(key.removesuffix(".weight") for key in state)
     rows, columns = state[f"{layer}.weight"].flatten(1).shape
     save_adapter(folder, pair(layer, torch.ones(1, columns), torch.ones(rows, 1)), r=1)

@@ -44,7 +44,7 @@ def test_json_has_the_fields_that_scripts_rely_on(cli: Any) -> None:
     assert set(ran.json["unvouched"]) == {"header fields"}
     wanted = {"schema": 1, "path": "in.pt", "ok": True, "problems": [], "non_finite": {}, "unsummed": 0}
     wanted |= {"compared": None, "hint": None, "checked_bytes": 0, "unvouched": {}}
-    wanted |= {"text_keys_here": [], "text_keys_there": []}
+    wanted |= {"text_keys_here": [], "text_keys_there": [], "sealed": False, "unsealed": []}
     assert ran.json | {"checked_bytes": 0, "unvouched": {}} == wanted
 
 
