@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from ckpttool.core.remote.store import Patience
 from tests.support.bucket_servers import moto
 from tests.support.hub_server import Hub
 from tests.support.range_server import RangeServer
+
+with contextlib.suppress(ImportError):  # it reads its settings once: before a test says that it is offline
+    import huggingface_hub.constants  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
