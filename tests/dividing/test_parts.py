@@ -607,4 +607,5 @@ def test_a_part_asks_a_server_for_its_own_bytes_alone(
             ran = run(cli, words, divided, "--part", f"{number}/3", "--json")
             assert ran.code == 0, ran
             assert ran.json["bytes_read"] < 0.45 * size, number
+            assert ran.json["requests"] < 14, "it is read ahead, many blocks by a request"
     assert contents(divided) == contents(alone)

@@ -173,7 +173,7 @@ def expect(storages: Iterable[Storage], *, as_they_lie: bool = False) -> None:
     """
     seen: set[int] = set()
     jobs = list[list[ByteRange]]()
-    for storage in storages:
+    for storage in (storages := [*storages]):  # alive: `seen` has their places in memory
         data = storage.data
         if as_they_lie and isinstance(data, Computed) and (stretches := data.stretches()):
             if id(storage) not in seen:
