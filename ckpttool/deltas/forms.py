@@ -94,16 +94,22 @@ FORMS = {
 }
 OF_PRIME = "prime-rl-sparse-update"  # what its manifest states
 
-# The number in the name of a version: weight_v000012, v00000012, delta-00000012, step-200, step_000012.
+# The number in the name of a version, after its stem: weight_v000012, v00000012, delta-00000012, step-200.
 # What is not in its place yet ends in another way.
 STEMS, ENDS = r"weight_v|delta-|v|(?:.*[-_])?step[-_]?", r"\.(?:delta\.)?(?:safetensors|pt|pth|bin|ckpt)"
-NUMBER = re.compile(rf"(?:{STEMS})(?P<number>\d{{1,15}})(?:{ENDS})?")
+NUMBER = re.compile(rf"(?P<stem>{STEMS})(?P<number>\d{{1,15}})(?:{ENDS})?")
 
 
-def number_in(path: str) -> int | None:
-    """Return the version that the name of a file or folder states; None for none."""
+def stem_of(path: str) -> tuple[str, int] | None:
+    """Return the series and the version that the name of a file or folder states; None for none."""
     found = NUMBER.fullmatch(os.path.basename(path.rstrip("/")))
-    return int(found["number"]) if found else None
+    return (found["stem"], int(found["number"])) if found else None
+
+
+def number_in(path: str, like: str | None = None) -> int | None:
+    """Return the version that a name states, if it is of the series of another; None for none."""
+    found, other = stem_of(path), stem_of(path if like is None else like)
+    return found[1] if found and other and found[0] == other[0] else None
 
 
 # ---- Checksums, by the names that forms have for them.

@@ -71,7 +71,7 @@ class Publication:
         if not number or path == "-" or is_url(path):
             what = f"{path}: the name of a delta in the form {layout} ends with its version"
             raise UsageFault(what, hint=f"name it as {form.called} is, on this machine; the first is 1")
-        before = forms.number_in(base.path.rpartition("+")[2])
+        before = forms.number_in(base.path.rpartition("+")[2], path)
         if form.counts and before not in (None, number - 1):
             what = f"{path}: its base would be version {number - 1}, and {base.path} is version {before}"
             raise UsageFault(what, hint=f"name it as version {before + 1}")

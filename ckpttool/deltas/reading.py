@@ -236,7 +236,7 @@ def chained(name: str, first: Checkpoint, deltas: Sequence[str], open_file: Open
     files = [*reversed(files), *map(open_file, versions.expanded(deltas))]
     if len(files) > LONGEST + 1:
         raise Unreadable(name, f"is a chain of more than {LONGEST} deltas", hint=_shorter(name))
-    link = DeltaLink(files[0], version=forms.number_in(files[0].path))
+    link = DeltaLink(files[0], version=forms.number_in(files[0].path, files[-1].path))
     for file in files[1:]:
         link = joined(link, file)
     sources = tuple(source for file in files for source in file.sources)

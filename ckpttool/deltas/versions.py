@@ -87,13 +87,17 @@ def _holds_versions(path: str) -> bool:
 
 
 def _names(folder: str) -> list[str]:
-    """Return what is named as versions are, by number."""
+    """Return what is named as the versions of one series are, by number: of a form's, or the longest."""
     names = names_in(folder)
-    names += [
-        f"{below}/{name}" for below in BELOW if below in names for name in names_in(join(folder, below))
-    ]
-    numbered = [name for name in names if forms.number_in(name) is not None]
-    return sorted(numbered, key=lambda name: (forms.number_in(name) or 0, name))
+    for below in {*BELOW} & {*names}:
+        names += [f"{below}/{name}" for name in names_in(join(folder, below))]
+    series: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        if found := forms.stem_of(name):
+            series.setdefault(found[0], []).append((found[1], name))
+    of_forms = [each for stem in ("weight_v", "delta-", "v") if (each := series.get(stem))]
+    chosen = of_forms[0] if of_forms else max(series.values(), key=len, default=[])
+    return [name for _, name in sorted(chosen)]
 
 
 def _looked_at(folder: str, name: str, before: list[int]) -> Version | None:
@@ -108,7 +112,7 @@ def _looked_at(folder: str, name: str, before: list[int]) -> Version | None:
                 if base is None:  # TRL's, which state none
                     base = before[-1] if before else 0
             elif header.is_delta(file):
-                base = forms.number_in(header.read_header(file).base.name) or 0
+                base = forms.number_in(header.read_header(file).base.name, path) or 0
             return Version(number, base, file.nbytes, True, name, file.format)
     except CkptToolError as fault:
         return Version(

@@ -459,7 +459,7 @@ def apply(
     with visit():
         first = open_any(base)
         files = [open_alone(name) for name in names]
-    links = [DeltaLink(first, version=number_in(first.path))]
+    links = [DeltaLink(first, version=number_in(first.path, names[0]))]
     for file in files:
         links.append(joined(links[-1], file, digests=file is files[-1]))
     source = files[-1].source.called("+".join([first.path, *names]))

@@ -216,3 +216,15 @@ def test_a_reader_follows_the_trainer_and_never_sees_half_a_version(here: Path) 
         load_file("run/old.safetensors").keys()
         == ckpttool.open(sync / "weight_v000003").state().tensors.keys()
     )
+
+
+def test_a_base_of_another_series_has_no_version(here: Path) -> None:
+    save_file(model(3), "step-300.safetensors")
+    save_file(model(4), "step-400.safetensors")
+    ckpttool.delta("step-300.safetensors", "step-400.safetensors", "weight_v000001", layout="weight-v")
+    assert ckpttool.digest("step-300.safetensors+weight_v000001") == ckpttool.digest("step-400.safetensors")
+    ckpttool.delta("step-300.safetensors", "step-400.safetensors", "weight_v000007", layout="weight-v")
+    with pytest.raises(UsageFault, match=r"its base would be version 3, and .* is version 7"):
+        ckpttool.delta(
+            "step-300.safetensors+weight_v000007", "step-300.safetensors", "weight_v000004", layout="weight-v"
+        )
