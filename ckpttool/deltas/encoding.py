@@ -46,6 +46,11 @@ class DeltaPair:
     base: TensorRef | None = None
     base_name: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of each."""
+        return self.new.nbytes
+
 
 @dataclass(slots=True)
 class Encoded:

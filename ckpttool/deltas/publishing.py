@@ -85,13 +85,6 @@ class Publication:
             forms.hashing(self.form.called, self.checksum)
 
 
-class _Packed:
-    """What becomes of one pair; a piece of work for `map_pieces`."""
-
-    def __init__(self, pair: DeltaPair) -> None:
-        self.pair, self.nbytes = pair, pair.new.nbytes
-
-
 class _Packer:
     """Packs what changed in a tensor as one frame of zstd, several tensors at once."""
 
@@ -99,7 +92,7 @@ class _Packer:
         self.job, self.path = job, path
         self._spare: list[tuple[Spool, Spool, Spool]] = []  # frames, places, values, of no thread now
 
-    def packed(self, item: _Packed) -> tuple[ByteRange, str] | None:
+    def packed(self, item: DeltaPair) -> tuple[ByteRange, str] | None:
         """Return the frame and the checksum of the new bytes; None where nothing changed."""
         spools = self._spare.pop() if self._spare else (Spool(self.path), Spool(self.path), Spool(self.path))
         out, begin = spools[0].source, spools[0].source.size
@@ -112,7 +105,7 @@ class _Packer:
         self._spare.append(spools)
         return found if is_changed else None
 
-    def _xor(self, item: _Packed, update: Callable[[Any], object], out: Spool, *_: Spool) -> bool:
+    def _xor(self, item: DeltaPair, update: Callable[[Any], object], out: Spool, *_: Spool) -> bool:
         frame, changed = differences.packing(item.nbytes), False
         for one, difference in _differences(item):
             update(one)
@@ -122,10 +115,10 @@ class _Packer:
         return changed
 
     def _overwrite(
-        self, item: _Packed, update: Callable[[Any], object], out: Spool, places: Spool, values: Spool
+        self, item: DeltaPair, update: Callable[[Any], object], out: Spool, places: Spool, values: Spool
     ) -> bool:
         if item.nbytes > MOST:
-            what = f"'{item.pair.name[:80]}' has more bytes than places of 4 bytes can name"
+            what = f"'{item.name[:80]}' has more bytes than places of 4 bytes can name"
             raise Refused(self.path, what, hint="leave out --encoding overwrite")
         at = 0
         for one, difference in _differences(item):
@@ -145,9 +138,9 @@ class _Packer:
         return bool(count)
 
 
-def _differences(item: _Packed) -> Iterator[tuple[bytes | bytearray, NDArray[np.uint8]]]:
-    assert item.pair.base is not None
-    pieces = (in_pieces(each, CHUNK) for each in (item.pair.new, item.pair.base))
+def _differences(item: DeltaPair) -> Iterator[tuple[bytes | bytearray, NDArray[np.uint8]]]:
+    assert item.base is not None
+    pieces = (in_pieces(each, CHUNK) for each in (item.new, item.base))
     for one, other in zip(*pieces, strict=True):
         yield one, np.frombuffer(one, np.uint8) ^ np.frombuffer(other, np.uint8)
 
@@ -160,12 +153,11 @@ def of_frames(
 ) -> tuple[Contents, int]:
     """Return what is in the files of weight-v and of SkyRL, and how many tensors changed."""
     made = dict[str, tuple[TensorRef, str]]()
-    items = map(_Packed, pairs.values())
-    for item, found in map_pieces(_Packer(job, path).packed, items, cores(MOST_THREADS)):
+    for item, found in map_pieces(_Packer(job, path).packed, pairs.values(), cores(MOST_THREADS)):
         progress(item.nbytes)
         if found is not None:
             place = found[0]
-            made[item.pair.name] = TensorRef.of_bytes(place, DTYPES["uint8"], (place.nbytes,)), found[1]
+            made[item.name] = TensorRef.of_bytes(place, DTYPES["uint8"], (place.nbytes,)), found[1]
     cuts = shards.cut_by_size(shards.SAFETENSORS, {name: tensor for name, (tensor, _) in made.items()}, SIZE)
     groups = [each for each in cuts.values() if each]
     cut_ = {job.form.files.format(i, len(groups)): each for i, each in enumerate(groups)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.formats import folders, shards
@@ -115,9 +115,7 @@ def _looked_at(folder: str, name: str, before: list[int]) -> Version | None:
                 base = forms.number_in(header.read_header(file).base.name, path) or 0
             return Version(number, base, file.nbytes, True, name, file.format)
     except CkptToolError as fault:
-        return Version(
-            number, None, 0, False, name, None, fault.reason if hasattr(fault, "reason") else str(fault)
-        )
+        return Version(number, None, 0, False, name, None, fault.reason)
 
 
 def _judged(each: Version, found: Mapping[int, Version]) -> Version:
@@ -139,7 +137,7 @@ def _judged(each: Version, found: Mapping[int, Version]) -> Version:
 
 
 def _broken(each: Version, why: str) -> Version:
-    return Version(each.version, each.base, each.nbytes, False, each.name, each.form, why)
+    return replace(each, complete=False, problem=why)
 
 
 def chain_of(folder: str, version: int | None) -> tuple[list[str], bool]:

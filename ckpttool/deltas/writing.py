@@ -139,7 +139,8 @@ def delta(
         and not os.path.isdir(name)
         and (format_of_name(name) not in (None, safetensors.NAME) or unwritable(name))
     ):
-        hint = f"name it {shlex.quote(os.path.splitext(name)[0])}.safetensors"
+        stem = os.path.splitext(name.rstrip("/"))[0]
+        hint = f"name it {shlex.quote(stem)}.safetensors"
         raise UsageFault(f"{name}: a delta is a file of safetensors, and its name says otherwise", hint=hint)
     with opened(base) as older, opened(new) as newer:
         for each in (older, newer):
@@ -234,8 +235,7 @@ def false_digests(made: Checkpoint, progress: Progress | None) -> Iterator[tuple
     flat = full.encode_entry(made.path, made.tree, made.protocol)
     file = safetensors.read(source) if safetensors.sniff(source.read(0, min(9, source.size))) else None
     if file is None or ENTRY not in file.metadata or file.format in FORMS:
-        for _ in tensor_digests(flat.tensors, progress):  # raises what is wrong
-            pass
+        dict(tensor_digests(flat.tensors, progress))  # raises what is wrong
         return
     header = read_header(file)
     values = {name: value.decode() for name, value in tensor_digests(flat.tensors, progress)}
@@ -348,9 +348,7 @@ def _published(
             made_again = joined(DeltaLink(job.base), patch).checkpoint.state(where).tensors
             for name, pair in pairs.items():
                 if not same_values(made_again[name], pair.new):
-                    raise Refused(
-                        job.path, "does not make the newer checkpoint: report this, with both files"
-                    )
+                    raise Refused(job.path, FALSE)
     kind = XOR if form.form.counts else SPARSE
     counted = {SAME: len(pairs) - changes, SPARSE: 0, XOR: 0, NEW: 0} | {kind: changes}
     return Delta(saved, counted, job.new.nbytes, None)
@@ -481,7 +479,5 @@ def apply(
         with Checksums(made, made.storages()) as of_made:
             of_made.finish(progress)
         if any(file.format in FORMS for file in files):  # which compare values while they are made
-            tensors = dict(made.tensors())
-            for _ in tensor_digests(tensors, None):
-                pass
+            dict(tensor_digests(dict(made.tensors()), None))
     return made

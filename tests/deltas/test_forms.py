@@ -283,6 +283,9 @@ def test_a_name_without_a_version_and_options_of_another_form_are_usage_faults(m
     ):
         with pytest.raises(UsageFault, match=said):
             ckpttool.delta("base.safetensors", "new.safetensors", output, layout="weight-v", **choices)
+    with pytest.raises(UsageFault, match="says otherwise") as fault:
+        ckpttool.delta("base.safetensors", "new.safetensors", "out/", layout="vllm")
+    assert fault.value.hint == "name it out.safetensors"
     with pytest.raises(UsageFault, match="forms of other programs"):
         ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors", checksum="blake3")
     with pytest.raises(Refused, match="bfloat16 alone"):
