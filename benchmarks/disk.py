@@ -61,13 +61,8 @@ def cases(folder: Path, size: int) -> Iterator[Case]:
         copies = [
             Way(COPY, synced("cp", "--reflink=never", source, out, out=out), out, prepare(source)),
             Way("bare threads and sync", synced(*bare_copy(source, out), out=out), out, prepare(source)),
-            Way("strip-prefix", tool("strip-prefix", source, out, "-q"), out, prepare(source)),
-            Way(
-                "without checksums",
-                tool("strip-prefix", source, out, "-q", "--no-verify"),
-                out,
-                prepare(source),
-            ),
+            Way("strip-prefix", strip, out, prepare(source)),
+            Way("without checksums", [*strip, "--no-verify"], out, prepare(source)),
             Way("convert", tool("convert", source, out, "-q"), out, prepare(source)),
             Way("merge of 8 shards", tool("merge", shards, out, "-q"), out, prepare(shards)),
         ]
