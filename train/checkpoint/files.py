@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
+from torch.utils.serialization import config as torch_config
 
 from ckpttool.core import formats
 from ckpttool.core.checkpoint.checkpoint import Checkpoint
@@ -27,6 +28,7 @@ from ckpttool.core.checkpoint.checksums import Checksums
 from ckpttool.core.files.commit import give_name, naming, replacing, system_error
 from ckpttool.core.files.copying import Output
 from ckpttool.core.files.digest import sha256_of_file
+from ckpttool.core.files.reflink import BLOCK
 from ckpttool.core.formats import safetensors
 from ckpttool.core.formats.pytorch import zip as torch_zip
 from ckpttool.core.formats.reading import open_alone
@@ -91,7 +93,9 @@ def _write_first(state: dict[str, Any], path: str, placing: Placing, placed: lis
     inode, failure = None, None
     with contextlib.ExitStack() as while_placed:
         try:
-            with replacing(path) as file:
+            # On block boundaries, so that what is made of the file can share its blocks.
+            aligned = torch_config.patch("save.storage_alignment", BLOCK)  # type: ignore[attr-defined]
+            with replacing(path) as file, aligned:
                 torch.save(_with_one_of_each_string(state), file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -280,7 +280,8 @@ class Output:
         """
         near = data if isinstance(data, ByteRange) else near
         is_here = near is None or near.source.is_local
-        if data.nbytes <= SMALL and is_here and not (self._planned or self._written):
+        waits = self._planned or self._written or self.reflink.is_always  # for one that shares its block
+        if data.nbytes <= SMALL and is_here and not waits:
             crc, _ = self._write_chunks(self.position, [data.read()], self._progress, sums=bool(then))
             self.position += data.nbytes
             if then:

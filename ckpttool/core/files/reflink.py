@@ -6,13 +6,13 @@ import os
 import shlex
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
 
 from ...errors import Refused
 from .. import system
-from ..tensors.ref import ByteRange, Source, TensorRef
+from ..tensors.ref import ByteRange, Source, Storage, TensorRef
 
 MODES = AUTO, ALWAYS, NEVER = "auto", "always", "never"
 
@@ -87,15 +87,16 @@ def _not_shared(source: Source, why: str) -> NotShared:
     return NotShared(source.path, f"can't share its blocks with the output: {why}", hint=hint)
 
 
-def require_shared(path: str, nbytes: int, copied: Mapping[str, int], lost: Iterable[str]) -> None:
-    """Raise NotShared if of some bytes none are copied, or of what is copied much is `lost`: can't be shared.
-
-    `copied` are the sizes of values that stay as they lie, by name.
-    """
-    large = sorted((name for name in lost if copied[name] > LARGE), key=copied.__getitem__)
-    if nbytes and not copied:
+def require_copied(path: str, values: Iterable[TensorRef | Storage], copied: Collection[object]) -> None:
+    """Raise NotShared if there are values, and none that are copied as they lie in a file."""
+    if not copied and any(value.nbytes for value in values):
         what = "has no values that stay as they lie there, so no blocks can be shared"
         raise NotShared(path, what, hint="leave out --reflink always")
+
+
+def _require_few(path: str, copied: Mapping[str, int], lost: Iterable[str]) -> None:
+    """Raise NotShared if among the sizes of what is copied much is of those that are lost: can't share."""
+    large = sorted((name for name in lost if copied[name] > LARGE), key=copied.__getitem__)
     if sum(map(copied.__getitem__, large)) * COPIED > sum(copied.values()):
         more = f" and {len(large) - 1} more" if large[1:] else ""
         what = f"'{large[-1][:80]}'{more} would lie elsewhere within a block than there, and can't share it"
@@ -147,8 +148,8 @@ def sharing_order(path: str, tensors: Tensors, block: int) -> tuple[Tensors, int
     starts = accumulate((tensor.nbytes for tensor in ordered.values()), initial=start)
     placed = zip(ordered, starts, strict=False)
     lost = [name for name, at in placed if name in places and (places[name].offset - at) % block]
-    sizes = {name: place.nbytes for name, place in places.items()}
-    require_shared(path, sum(tensor.nbytes for tensor in tensors.values()), sizes, lost)
+    require_copied(path, tensors.values(), places)
+    _require_few(path, {name: place.nbytes for name, place in places.items()}, lost)
     return ordered, start
 
 

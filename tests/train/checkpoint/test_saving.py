@@ -20,8 +20,10 @@ import pytest
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool.core import system
 from ckpttool.core.files import commit, digest
+from ckpttool.core.files.reflink import BLOCK
 from ckpttool.errors import CheckFailed, CkptToolError, FileError
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, start
@@ -422,6 +424,15 @@ def saved(run_ranks, tmp_path_factory) -> dict[str, Any]:
 
 def test_a_checkpoint_is_primitives_and_tensors_that_weights_only_loads(saved):
     assert {type(leaf) for leaf in leaves(saved["state"])} <= set(PLAIN)
+
+
+def test_tensors_lie_on_block_boundaries_which_other_files_can_share(saved):
+    path = saved["folder"] / "last.pt"
+    with ckpttool.open(path) as checkpoint:
+        offsets = [storage.data.offset for _, storage in checkpoint.storages()]
+    assert len(offsets) > 10 and not any(offset % BLOCK for offset in offsets)
+    mapped = torch.load(path, weights_only=True, mmap=True)
+    assert all(map(torch.equal, mapped["model"].values(), saved["state"]["model"].values()))
 
 
 def test_the_keys_are_those_that_ddp_gives_and_ckpttool_strips_also_in_the_optimizers_state(saved):

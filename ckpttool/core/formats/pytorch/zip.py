@@ -15,7 +15,7 @@ from ....errors import Damaged, Refused, Unsupported
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import BadModules, ModuleParts, named
 from ...files.copying import Output
-from ...files.reflink import WIDEST, require_shared
+from ...files.reflink import require_copied
 from ...inert_pickle.values import Global, OrderedDict_, Record, TooDeep, tensor_of
 from ...tensors.ref import ByteRange, Source, Storage
 from .archive import SCRIPTED, Archive
@@ -50,11 +50,8 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
     except ValueError as error:
         raise Refused(checkpoint.path, str(error)) from None
     if out.reflink.is_always:
-        places = {f"data/{n}": storage.data for n, storage in enumerate(storages)}
-        copied = {name: place for name, place in places.items() if isinstance(place, ByteRange)}
-        lost = [name for name, place in copied.items() if place.offset % WIDEST]
-        sizes = {name: place.nbytes for name, place in copied.items()}
-        require_shared(checkpoint.path, sum(storage.nbytes for storage in storages), sizes, lost)
+        copied = [storage for storage in storages if isinstance(storage.data, ByteRange)]
+        require_copied(checkpoint.path, storages, copied)
     archive = ZipWriter(out, _root_for(name))
     archive.write("data.pkl", pickle)
     # No ".format_version": by it torch takes the places of storages as computed from their sizes, and reads

@@ -12,7 +12,7 @@ from functools import partial
 
 from ...files.copying import MOST_PIECES, Bytes, Output, is_tiny
 from ...files.crc import crc32
-from ...files.reflink import BLOCK, LARGE, NEVER, WIDEST, NotShared
+from ...files.reflink import BLOCK, LARGE, NEVER, NotShared
 from ...tensors.ref import ByteRange, Storage
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -149,7 +149,7 @@ class ZipWriter:
         reflink = self.out.reflink
         if size < (LARGE if reflink.is_always else SHARED):
             return 0, ALIGNMENT
-        block, step = (reflink.block, WIDEST) if reflink.is_always else (BLOCK, ALIGNMENT)
+        block, step = (reflink.block, 1) if reflink.is_always else (BLOCK, ALIGNMENT)
         if isinstance(data, ByteRange) and not data.offset % step and reflink.mode != NEVER:
             return data.offset, block
         return 0, block
