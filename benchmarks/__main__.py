@@ -15,6 +15,7 @@ from . import (
     many_tensors,
     merging,
     reloading,
+    sharing,
     startup,
     strip_prefix,
 )
@@ -32,6 +33,7 @@ BENCHMARKS = [
     batchnorm.BENCHMARK,
     reloading.BENCHMARK,
     *gathering.BENCHMARKS,
+    *sharing.BENCHMARKS,
     startup.BENCHMARK,
 ]
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class NotHere(Exception):
+    """This machine lacks what a benchmark needs."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One process, from its start to its end."""
@@ -57,6 +61,7 @@ class Case:
     targets: Sequence[Target] = ()
     as_ratio: bool = True  # compare by ratio (long runs), or by seconds beyond the first way (short runs)
     memory: int = 0  # bytes that the largest way needs, output included; made ready on request
+    end: Callable[[], object] = lambda: None  # called when all is measured, or failed
 
 
 @dataclass(frozen=True)

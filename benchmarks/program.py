@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from . import history, machine
-from .case import Benchmark, Case, Results
+from .case import Benchmark, Case, NotHere, Results
 from .disk_space import choose_folder, in_memory, shortage
 from .markdown import put_between_marks
 from .options import TABLES, parse
@@ -54,7 +54,11 @@ def _run(chosen: Sequence[Benchmark], options: argparse.Namespace) -> None:
         if lack:
             _say_80(f"{benchmark.name}, {show_size(size)}: left out, {lack}")
             continue
-        case, results = _measure(benchmark, size, folder, options)
+        try:
+            case, results = _measure(benchmark, size, folder, options)
+        except NotHere as why:
+            _say_80(f"{benchmark.name}: left out, {why}")
+            continue
         found = [history.figure_of(case, target, results, of) for target in case.targets]
         was = [before.get((figure.machine, figure.row)) for figure in found]
         print(f"\n{as_text(case, results, was)}", flush=True)
@@ -95,7 +99,10 @@ def _measure(
         def tell(text: str) -> None:
             say(f"{case.title}: {text}")
 
-        return case, in_turns(case, options.rounds, tell, ready=options.ready_memory)
+        try:
+            return case, in_turns(case, options.rounds, tell, ready=options.ready_memory)
+        finally:
+            case.end()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ NAMES = {
     "copy": "a copy of the state in memory",
     "async": "train/main.py --save async",
     "sync": "train/main.py --save sync",
+    "sync 64": "train/main.py --save sync, tensors at 64 bytes",
     "torch.save": "torch.save",
     "dcp": "dcp.async_save",
     "dcp again": "dcp.async_save, its memory used again",

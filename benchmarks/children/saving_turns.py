@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -79,6 +80,7 @@ class Ways:
             "copy": (self.copy, lambda: None),
             "async": (lambda: self.save("async"), self.saver.finish_save),
             "sync": (lambda: self.save("sync"), lambda: None),
+            "sync 64": (self.save_unaligned, lambda: None),
             "torch.save": (lambda: torch.save(self.state, self.folder / "own.pt"), lambda: None),
             "dcp": (lambda: self.dcp(None), self.wait),
             "dcp again": (lambda: self.dcp(self.stager), self.wait),
@@ -91,6 +93,10 @@ class Ways:
     def save(self, how: str) -> None:
         self.trainer.config = replace(self.trainer.config, save=how)
         self.saver.save(last=True, best=False)
+
+    def save_unaligned(self) -> None:
+        with mock.patch("train.checkpoint.files.BLOCK", 64):  # torch's own
+            self.save("sync")
 
     def dcp(self, stager: Any) -> None:
         shutil.rmtree(self.folder / "dcp", ignore_errors=True)
