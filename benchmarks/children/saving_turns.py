@@ -91,7 +91,8 @@ class Ways:
             buffer.copy_(tensor)
 
     def save(self, how: str) -> None:
-        self.trainer.config = replace(self.trainer.config, save=how)
+        config = self.trainer.config
+        self.trainer.config = replace(config, saving=replace(config.saving, save=how))
         self.saver.save(last=True, best=False)
 
     def save_unaligned(self) -> None:
