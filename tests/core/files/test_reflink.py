@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.utils.serialization import config
@@ -305,6 +305,7 @@ TENSORS = st.tuples(
 @given(
     st.lists(TENSORS, max_size=12), st.sampled_from([8, 64, BLOCK]), st.sampled_from(["pt", "safetensors"])
 )
+@example([(torch.float64, 1024), (torch.float64, LARGE)], 8, "safetensors")  # a small one begins the row
 def test_any_tensors_are_written_as_they_were_or_refused(tensors: Any, alignment: int, kind: str) -> None:
     state = {f"t{i}": torch.full((count,), i % 2, dtype=dtype) for i, (dtype, count) in enumerate(tensors)}
     with tempfile.TemporaryDirectory() as folder:
