@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.core.files import copying
 
 
 @pytest.fixture(scope="package")
@@ -18,3 +19,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     torch.save(state, folder / "in.pt")
     ckpttool.convert(folder / "in.pt", folder / "out.pt", dtype="bf16")
     return folder / "in.pt", (folder / "out.pt").read_bytes()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files of some kilobytes consist of many blocks."""
+    monkeypatch.setattr(copying, "BUFFER", 1 << 12)
+    monkeypatch.setattr(copying, "SMALL", 1 << 10)
+    monkeypatch.setattr(copying, "TINY", 1 << 8)

@@ -24,18 +24,20 @@ import ckpttool
 from ckpttool.core.files import copying, parts
 from tests.support.range_server import RangeServer
 from tests.support.running import Cli, assert_says
-from tests.support.writing_jobs import JOBS, STACKING, inputs, write_adapter, write_gptq, write_packed
+from tests.support.writing_jobs import (
+    JOBS,
+    OTHERS,
+    STACKING,
+    inputs,
+    run,
+    write_adapter,
+    write_gptq,
+    write_packed,
+)
 
 Write = Callable[..., None]
 __all__ = ["inputs"]  # a fixture
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have files of some kilobytes consist of many blocks."""
-    monkeypatch.setattr(copying, "BUFFER", 1 << 12)
-    monkeypatch.setattr(copying, "SMALL", 1 << 10)
-    monkeypatch.setattr(copying, "TINY", 1 << 8)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -52,11 +54,6 @@ def folders(tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> It
         each.mkdir()
     monkeypatch.chdir(inputs)
     yield both
-
-
-def run(cli: Cli, words: str, folder: Path, *more: str) -> Any:
-    """Run a command whose output, which begins with `out`, goes into a folder."""
-    return cli(*(f"{folder}/{word}" if word.startswith("out") else word for word in words.split()), *more)
 
 
 COUNTS = (1, 2, 3, 7)
@@ -232,14 +229,6 @@ def test_what_is_no_part_is_refused(part: str, folders: tuple[Path, Path], cli: 
     assert os.listdir(folders[1]) == []
 
 
-OTHERS = {
-    "another number of parts": ("strip-prefix in.pt out.safetensors --part 2/3", "number of parts"),
-    "another command": ("convert in.pt out.safetensors --part 2/2", "command"),
-    "another flag": ("strip-prefix in.pt out.safetensors --drop module.tiny --part 2/2", "command"),
-    "another input": ("strip-prefix old.pt out.safetensors --part 2/2", "command"),
-}
-
-
 @pytest.mark.parametrize(("words", "what"), OTHERS.values(), ids=OTHERS)
 def test_a_part_of_another_plan_is_refused(
     words: str, what: str, folders: tuple[Path, Path], cli: Cli
@@ -304,7 +293,8 @@ def test_another_version_of_ckpttool_is_refused(
 PLACES = {
     "stdout": ("strip-prefix in.pt - --part 1/2", "no place where parts can meet"),
     "dcp": ("convert in.pt outdcp --to dcp --part 1/2", "written by torch's library"),
-    "a URL": ("strip-prefix in.pt s3://b/out.pt --part 1/2", "no place where parts can meet"),
+    "a URL": ("strip-prefix in.pt hf://me/model/out.pt --part 1/2", "no place where parts can meet"),
+    "Google's": ("strip-prefix in.pt gs://b/out.pt --part 1/2", "no place where parts can meet"),
 }
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tests.support.range_server import Answer, Exchange, LoopbackServer, asked
 
@@ -31,7 +32,9 @@ def moto() -> Iterator[str]:
     # It ends with its standard input, so also when this process is killed.
     # Parts that arrive after their upload was aborted make it print pages.
     words, pipe = [sys.executable, "-c", START], subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as server:
+    env = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": "1"}  # so that small files have many parts
+    how: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(words, env=env, **how) as server:
         assert server.stdin and server.stdout
         port = next(line.split()[1] for line in server.stdout if line.startswith("port"))
         yield f"http://127.0.0.1:{port}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 import ckpttool
 from tests.support.quantised import written
+from tests.support.running import Cli
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +127,15 @@ JOBS = {
     "optimizer": "optimizer net.pt out.pt --to names --model net.py:net",
     "convert-batchnorm": "convert-batchnorm net.pt net2.pt out.pt --counts 4,4",
 }
+
+OTHERS = {
+    "another number of parts": ("strip-prefix in.pt out.safetensors --part 2/3", "number of parts"),
+    "another command": ("convert in.pt out.safetensors --part 2/2", "command"),
+    "another flag": ("strip-prefix in.pt out.safetensors --drop module.tiny --part 2/2", "command"),
+    "another input": ("strip-prefix old.pt out.safetensors --part 2/2", "command"),
+}
+
+
+def run(cli: Cli, words: str, folder: Path | str, *more: str) -> Any:
+    """Run a command whose output, which begins with `out`, goes into a folder."""
+    return cli(*(f"{folder}/{word}" if word.startswith("out") else word for word in words.split()), *more)

@@ -44,6 +44,7 @@ SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", 
 EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
 EXTRAS |= dict.fromkeys(("urllib3", "obstore", "huggingface_hub"), "remote")
 EXTRAS |= dict.fromkeys(("zstandard", "xxhash", "blake3"), "delta")
+EXTRAS |= {"boto3": "parts"}
 
 
 GOES_ON = "; what was written is kept: the same command with --resume goes on with it"

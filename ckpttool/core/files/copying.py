@@ -207,6 +207,9 @@ class Output:
     the block has ended, or `settle` was called; until then an error of theirs may come late.
     """
 
+    _waits = False  # what is appended tells of a CRC-32 that only another process knows
+    _is_guess = False  # so does what is being written
+
     def __init__(
         self,
         file: BinaryIO,
@@ -223,7 +226,6 @@ class Output:
         """
         self.fd = file.fileno()
         self._written, self._in_a_row, self.announce = written, in_a_row or BUFFER, announce
-        self._is_part = written is not None and not written.has_rest
         self.reflink, self.shared = reflink, 0  # bytes that it shares with its inputs
         self.position = 0
         self._progress: Progress = progress or (lambda _: None)
@@ -241,12 +243,14 @@ class Output:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append bytes."""
+        self._is_guess = self._waits
         self.write_at(self.position, data)
+        self._is_guess = False
         self.position += len(data)
 
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes to a place of the file; `position` stays."""
-        if self._is_part:
+        if self._written and not self._written.takes(position, len(data), is_guess=self._is_guess):
             return
         if len(data) >= TINY:
             self._write_now(position, data)
@@ -291,7 +295,7 @@ class Output:
 
     def taken(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of small ranges of files that are to be written, read together."""
-        if self._is_part:
+        if self._written and not self._written.has_small:
             return [b""] * len(ranges)
         self._progress(sum(data.nbytes for data in ranges))
         return read_together(ranges)
@@ -312,9 +316,10 @@ class Output:
             self._write_now(position, data)
 
     def _plan(self, data: Data, nbytes: int, then: Then | None, near: Near) -> None:
-        if self._is_part and then:  # what waits for the checksum is not written here
+        if then and self._written and not self._written.sees(self.position, nbytes):
+            self._waits = self._is_guess = True
             then(0)
-            then = None
+            then, self._is_guess = None, False
         last = self._planned[-1] if self._planned and self.reflink.is_always else None
         if not (last and not then and last.took(data, self.position)):
             self._planned.append(_Copy(data, self.position, nbytes, then, near, nbytes))
@@ -339,16 +344,19 @@ class Output:
                 stretches.append(_Stretch(copy, 0, copy.nbytes, near))
         return sorted(stretches, key=attrgetter("place"))
 
-    def reads(self, stretch: _Stretch) -> ByteRange | None:
-        """Return what of a stretch is read from elsewhere, as far as it is known; None for nothing."""
-        left = [block for block in self._cut(stretch) if not self._is_left(stretch.copy, *block)]
-        if stretch.near is None or not left:
-            return None
-        begin = left[0][0] - stretch.copy.position - stretch.start
-        nbytes = sum(left[-1]) - left[0][0]
-        if isinstance(stretch.copy.data, ByteRange):
-            return stretch.near.part(begin, nbytes)
-        return stretch.near if nbytes == stretch.nbytes else None
+    def reads(self, stretch: _Stretch) -> Iterator[ByteRange]:
+        """Yield what of a stretch is read from elsewhere, as far as it is known."""
+        runs = list[tuple[int, int]]()
+        for position, nbytes in self._cut(stretch) if stretch.near else ():
+            if not self._is_left(stretch.copy, position, nbytes):
+                is_next = bool(runs) and sum(runs[-1]) == position
+                before, size = runs.pop() if is_next else (position, 0)
+                runs.append((before, size + nbytes))
+        for position, nbytes in runs:
+            if stretch.near and isinstance(stretch.copy.data, ByteRange):
+                yield stretch.near.part(position - stretch.copy.position - stretch.start, nbytes)
+            elif stretch.near and nbytes == stretch.nbytes:
+                yield stretch.near
 
     def _cut(self, stretch: _Stretch) -> Iterator[tuple[int, int]]:
         """Yield the place and the size of each block in which a stretch is written."""
@@ -458,11 +466,9 @@ class Output:
     def _is_left(self, copy: _Copy, position: int, nbytes: int) -> bool:
         """Return whether a block is written already, or by another part."""
         written = self._written
-        if not written or written.has(copy.position, position, nbytes):
-            return written is not None
-        if written.owns(position):
+        if not written or written.wants(copy.position, position, nbytes):
             return False
-        if written.has_rest:
+        if written.has_rest and not written.has(copy.position, position, nbytes):
             raise written.missing(position)
         return True
 
@@ -518,6 +524,8 @@ class Output:
         self._noted(copy, position, crc, nbytes)
 
     def _noted(self, copy: _Copy, position: int, crc: int, nbytes: int) -> None:
+        if self._written and not self._written.counts(copy.position, position, nbytes):
+            return
         if self._written and (self._written.computed or isinstance(copy.data, ByteRange)):
             self._written.add(copy.position, (position, nbytes, crc))
         copy.wrote(position, crc, nbytes)
@@ -535,7 +543,7 @@ def settle_together(outputs: Sequence[Output]) -> None:
     buffers = Buffers()
     planned = [[(output, stretch) for stretch in output._stretches()] for output in outputs]
     if outputs and (announce := outputs[0].announce):
-        announce([read for row in planned for output, stretch in row if (read := output.reads(stretch))])
+        announce([read for row in planned for output, stretch in row for read in output.reads(stretch)])
 
     def blocks(stretches: Iterable[tuple[Output, _Stretch]]) -> Iterator[Callable[[], _Block]]:
         for output, stretch in stretches:

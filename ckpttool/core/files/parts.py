@@ -16,8 +16,9 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from ...errors import Damaged, Unreadable, UsageFault, already_exists
 from .. import system
@@ -26,7 +27,8 @@ from .resuming import OLD, PART, Attempt, Written, begin_of, temporary_name, wri
 
 FOLDER = f"{PART}s"  # `.NAME.ckpttool.parts` holds what follows, and a record of each part
 STAGED, PLAN = f"staged{PART}", "plan.json"
-FINISH, COUNT, WORDS, BEGUN = "finish", "number of parts", "words", "begun"
+FINISH, COUNT = "finish", "number of parts"
+WORDS, BEGUN, UPLOADS = "words", "begun", "uploads"  # of a plan, that differ with who was the first
 RESULT = "result"  # what parts that only read have instead of an output, in the folder where they meet
 
 
@@ -69,28 +71,96 @@ def folder_of(path: str) -> str:
     return os.path.join(os.path.dirname(target), f".{begin_of(target)}{FOLDER}")
 
 
-def plan_of(path: str) -> dict[str, Any]:
+class Meeting(Protocol):
+    """Where the parts of an output meet, on whatever machines they are."""
+
+    shown: str
+    staging: str  # the folder of this machine where the output is staged
+
+    @property
+    def again(self) -> str:
+        """What to do so that all begins again."""
+
+    def read(self, name: str) -> bytes | None:
+        """Return what is there under a name; None where nothing is."""
+
+    def write(self, name: str, record: object, *, exclusive: bool = False) -> None:
+        """Put a record there, whole; an `exclusive` one only where nothing is."""
+
+    def is_in_place(self) -> bool:
+        """Return whether there is something under the output's name."""
+
+    def finishing(self) -> AbstractContextManager[bool]:
+        """Keep others from finishing meanwhile, as far as that can be; yield False where one already does."""
+
+    def remove(self) -> None:
+        """Remove all that is there, first what makes it the place of parts."""
+
+
+class MeetingFolder:
+    """A folder beside the output, which all processes see."""
+
+    def __init__(self, path: str) -> None:
+        self._target, self.shown = system.real(path), folder_of(path)
+        self.staging = self.shown
+
+    @property
+    def again(self) -> str:
+        return f"begin again: rm -r {shlex.quote(self.shown)}"
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with open(os.path.join(self.shown, name), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, record: object, *, exclusive: bool = False) -> None:
+        path = os.path.join(self.shown, name)
+        write_record(f"{path}.{os.urandom(6).hex()}", path, record, exclusive=exclusive)
+
+    def is_in_place(self) -> bool:
+        return os.path.lexists(self._target)
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[bool]:
+        try:
+            lock = system.lock_folder(self.shown)
+        except (BlockingIOError, FileNotFoundError):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            os.close(lock)
+
+    def remove(self) -> None:
+        """Remove the folder, in one step: a part that comes late finds all of it or nothing."""
+        gone = temporary_name(self._target, OLD)
+        with contextlib.suppress(OSError):
+            os.rename(self.shown, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def plan_of(path: str, meeting: Meeting) -> dict[str, Any]:
     """Return the plan of an output that is being written in parts. Raises UsageFault where there is none."""
-    if (plan := _found(os.path.join(folder_of(path), PLAN))) is None:
-        if os.path.exists(path):
+    if (plan := _found(meeting, PLAN)) is None:
+        if meeting.is_in_place():
             what = f"{path}: is in place, and no part of it is left to finish"
             raise UsageFault(what, hint=f"read all of it: ckpttool verify {shlex.quote(path)}")
         raise UsageFault(f"{path}: no part of it is here", hint="write its parts: --part 1/2, --part 2/2")
     return plan
 
 
-def _found(path: str) -> dict[str, Any] | None:
+def _found(meeting: Meeting, name: str) -> dict[str, Any] | None:
     """Return a record; None where there is none."""
-    try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read())
-    except FileNotFoundError:
+    if (content := meeting.read(name)) is None:
         return None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise Unreadable(path, "is not the record of a part", hint=_again(os.path.dirname(path)))
-    return found
+    with contextlib.suppress(ValueError):
+        found = json.loads(content)
+        if isinstance(found, dict):
+            return found
+    raise Unreadable(os.path.join(meeting.shown, name), "is not the record of a part", hint=meeting.again)
 
 
 def _with_no_more(mode: int, fd: int) -> int:
@@ -98,10 +168,6 @@ def _with_no_more(mode: int, fd: int) -> int:
     if system.HAS_OWNERS:
         os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & mode)
     return fd
-
-
-def _again(folder: str) -> str:
-    return f"begin again: rm -r {shlex.quote(folder)}"
 
 
 class OutputParts(Attempt):
@@ -119,6 +185,7 @@ class OutputParts(Attempt):
         plan: Mapping[str, Any],
         sizes: Mapping[str, int],
         words: Sequence[str] = (),
+        meeting: Meeting | None = None,
     ) -> None:
         """Find the place, or make it.
 
@@ -128,64 +195,70 @@ class OutputParts(Attempt):
             plan: what all parts have in common, by the words of messages.
             sizes: the bytes of each file of the output by name; of an output that is a file under "".
             words: the command that finishes the output.
+            meeting: where the parts meet; None for the folder beside the output.
 
         Raises:
             UsageFault: parts of another plan are there, or the place can't be written.
             Unreadable: something there was removed or changed.
         """
-        target, self._folder = system.real(path), folder_of(path)
-        self._target, self.place = target, self._in_folder(STAGED)
+        self._path, self._meeting = path, meeting or MeetingFolder(path)
+        self.again, folder = self._meeting.again, self._meeting.staging
+        self.place = os.path.join(folder, STAGED)
         if not part.number:
-            part = OutputPart(0, OutputPart.parse(f"1/{plan_of(path).get(COUNT)}").count)
-        self._path, self.part, self._sizes, self.computed = path, part, sizes, True
-        self._record = self._in_folder(f"{part.number}-of-{part.count}.json")
+            count = plan_of(path, self._meeting).get(COUNT)
+            part = OutputPart(0, OutputPart.parse(f"1/{count}").count)
+        self.part, self._sizes, self.computed = part, sizes, True
         self._all: list[dict[str, Any]] | None = None  # the records of all parts, where this process finishes
         self._is_claimed, self._is_forgotten = True, False
         try:
+            os.makedirs(folder, 0o700, exist_ok=True)  # the inputs may be private
             self._agree({**plan, COUNT: part.count}, words)
             self._stage()
         except OSError as error:
             from .commit import not_writable
 
-            if isinstance(error, FileNotFoundError) and os.path.lexists(target):
+            if isinstance(error, FileNotFoundError) and self._meeting.is_in_place():
                 raise already_exists(path) from None  # another process has finished just now
             raise not_writable(path, error) from error
         before = self._recorded(part.number) or {}
         self._begin(before)
         self.is_written = not part.number or bool(before.get("done"))
 
-    def _in_folder(self, name: str) -> str:
-        return os.path.join(self._folder, name)
-
     def _agree(self, plan: Mapping[str, Any], words: Sequence[str]) -> None:
         """Note the plan if this is the first part; else compare it with the first one's."""
-        os.makedirs(self._folder, 0o700, exist_ok=True)  # the inputs may be private
-        place = self._in_folder(PLAN)
-        if (begun := _found(place)) is None:
-            first = {**plan, WORDS: words, BEGUN: os.urandom(8).hex()}
-            write_record(self._new(place), place, first, exclusive=True)
-            begun = _found(place) or {}
-        known = [what for what in {**begun, **plan} if what not in (WORDS, BEGUN)]
+        if (begun := _found(self._meeting, PLAN)) is None:
+            self._begin_plan({**plan, WORDS: words, BEGUN: os.urandom(8).hex()})
+            begun = _found(self._meeting, PLAN) or {}
+        known = [what for what in {**begun, **plan} if what not in (WORDS, BEGUN, UPLOADS)]
         if differing := next((what for what in known if begun.get(what) != plan.get(what)), None):
             what = f"{self._path}: is being written in parts of another plan: the {differing} differs"
-            raise UsageFault(what, hint=f"finish that with its own command, or {_again(self._folder)}")
+            raise UsageFault(what, hint=f"finish that with its own command, or {self.again}")
         # Where the place was removed and begun anew, a part of before has written into a file that is gone.
-        self._plan = str(begun.get(BEGUN))
+        self._plan, self._agreed = str(begun.get(BEGUN)), begun
+
+    def _begin_plan(self, plan: dict[str, Any]) -> None:
+        """Note the plan, unless another part has just noted one."""
+        self._meeting.write(PLAN, plan, exclusive=True)
+
+    def _staged(self) -> dict[str, int]:
+        """Return the staged files by path, and their sizes."""
+        files = self._sizes.items()
+        return {os.path.join(self.place, name) if name else self.place: size for name, size in files}
 
     def _stage(self) -> None:
         """Make each staged file, with its size, unless it is there."""
-        places = [os.path.join(self.place, name) if name else self.place for name in self._sizes]
-        if any(not os.path.exists(place) for place in places) and any(self._records()):
-            raise Unreadable(
-                self.place, "is gone, though parts of it were written", hint=_again(self._folder)
-            )
+        if not all(map(os.path.exists, self._staged())) and any(self._records()):
+            raise Unreadable(self.place, "is gone, though parts of it were written", hint=self.again)
+        self._make_staged()
+        system.sync_folder(self._meeting.staging)
+
+    def _make_staged(self) -> None:
         if "" not in self._sizes:
             os.makedirs(self.place, exist_ok=True)
-        for place, size in zip(places, self._sizes.values(), strict=True):
+        for place, size in self._staged().items():
             with open(os.open(place, system.CREATE, 0o666), "r+b") as file:
                 if os.fstat(file.fileno()).st_size < size:
                     file.truncate(size)
-        system.sync_folder(self._folder)
 
     def _records(self) -> Iterator[dict[str, Any] | None]:
         """Return the record of each part."""
@@ -193,20 +266,21 @@ class OutputParts(Attempt):
 
     def _recorded(self, number: int) -> dict[str, Any] | None:
         """Return the record of a part; None where it has none, or one of before all was begun anew."""
-        found = _found(self._in_folder(f"{number}-of-{self.part.count}.json"))
-        return found if found and found.get("plan") == self._plan else None
+        found = _found(self._meeting, f"{number}-of-{self.part.count}.json")
+        is_mine = found and found.get("plan") == self._plan and isinstance(found.get("files"), dict)
+        return found if is_mine else None
 
-    def _new(self, path: str) -> str:
-        return f"{path}.{os.urandom(6).hex()}"
-
-    def note(self, *, done: bool = False) -> None:
+    def note(self, **facts: object) -> None:
         """Record what is on the disk, once it is there."""
         if self._all is None:
-            self._note(self._new(self._record), done=done)
+            super().note(**facts)
+
+    def _write_record(self, record: object) -> None:
+        self._meeting.write(f"{self.part}.json".replace("/", "-of-"), record)
 
     def require_place(self, *, force: bool) -> None:
         """Raise OutputExists if the output was finished just before this part began."""
-        if os.path.isfile(self._target) and not (force or any(self._records())):
+        if os.path.isfile(self._path) and not (force or any(self._records())):
             self.forget()
             raise already_exists(self._path)
 
@@ -216,13 +290,13 @@ class OutputParts(Attempt):
         try:
             yield
         except OSError:
-            if not (self.is_finished and os.path.lexists(self._target)):
+            if not (self.is_finished and self._meeting.is_in_place()):
                 raise
 
     @property
     def is_finished(self) -> bool:
         """Whether another process has put the output in place, and taken the place of the parts away."""
-        return (_found(self._in_folder(PLAN)) or {}).get(BEGUN) != self._plan  # a late part begins another
+        return (_found(self._meeting, PLAN) or {}).get(BEGUN) != self._plan  # a late part begins another
 
     @property
     def nbytes(self) -> int:
@@ -243,18 +317,14 @@ class OutputParts(Attempt):
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[bool]:
-        """Hold the lock of the one process that finishes; yield False where another does, or has."""
+        """Keep others from finishing; yield False where another does, or has."""
         try:
-            lock = system.lock_folder(self._folder)
-        except (BlockingIOError, FileNotFoundError):
-            yield False
-            return
-        try:
-            found = [*self._records()]
-            self._all = [record for record in found if record and record.get("done")]
-            yield len(self._all) == self.part.count
+            with self._meeting.finishing() as is_mine:
+                if is_mine:
+                    records = [*self._records()]
+                    self._all = [record for record in records if record and record.get("done")]
+                yield is_mine and len(self._all or ()) == self.part.count
         finally:
-            os.close(lock)
             if self._is_forgotten:  # Windows moves nothing that is open
                 self.forget()
 
@@ -267,18 +337,24 @@ class OutputParts(Attempt):
         """Return what this process writes of an open staged file."""
         name = "" if "" in self._sizes else os.path.basename(file.name)
         if self._all is not None:
-            rows: Rows = {}
-            for record in self._all:
-                for place, more in rows_in(record["files"].get(name), self._sizes[name]).items():
-                    rows[place] = [*rows.get(place, ()), *more]
-            rows = {place: sorted(found) for place, found in rows.items()}
-            return Written(self, file, rows, range(0))
+            return Written(self, file, self._rows_of_all(name), range(0))
         offset = sum(size for other, size in self._sizes.items() if other < name)
         window = self.part.window(max(sum(self._sizes.values()), 1))
         before = rows_in(self._before.get(name), self._sizes[name])
         window = range(window.start - offset, window.stop - offset)
         self._files[name] = Written(self, file, before, window, has_rest=False)
         return self._files[name]
+
+    def _rows_of_all(self, name: str) -> Rows:
+        rows: Rows = {}
+        for record in self._all or ():
+            for place, more in rows_in(record["files"].get(name), self._sizes[name]).items():
+                rows[place] = [*rows.get(place, ()), *more]
+        return {place: sorted(found) for place, found in rows.items()}
+
+    def put_in_place(self, local: str) -> bool:
+        """Go on where the output stands under its name on this machine; return whether it is this one's."""
+        return True
 
     # Where this process finishes, it is what an Attempt is: a place whose bytes are there already.
 
@@ -300,9 +376,6 @@ class OutputParts(Attempt):
             self.forget()
 
     def forget(self) -> None:
-        """Remove the place, in one step: a part that comes late finds all of it or nothing."""
+        """Remove the place where the parts meet."""
         self._is_forgotten = True
-        gone = temporary_name(self._target, OLD)
-        with contextlib.suppress(OSError):
-            os.rename(self._folder, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        self._meeting.remove()

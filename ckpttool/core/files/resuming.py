@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import stat
 import time
@@ -209,21 +208,34 @@ class Written:
         """
         self._attempt, self.file, self._before = attempt, file, before
         self._window, self.has_rest, self.computed = window, has_rest, attempt.computed
+        self.has_small = has_rest  # small pieces are read, which `takes` or leaves out
         self._new: Rows = defaultdict(list)
 
     def rows_of(self, place: int) -> list[Row]:
         """Return what was written before of the copy at a place, in order."""
         return self._before.get(place, [])
 
-    def owns(self, position: int) -> bool:
-        """Return whether a block that begins there is to be written by this process."""
-        return self._window is None or position in self._window
+    def wants(self, place: int, position: int, nbytes: int) -> bool:
+        """Return whether a block of the copy at `place` is to be written by this process."""
+        return self.counts(place, position, nbytes)
+
+    def counts(self, place: int, position: int, nbytes: int) -> bool:
+        """Return whether it is this process that notes a block as written."""
+        is_mine = self._window is None or position in self._window
+        return is_mine and not self.has(place, position, nbytes)
+
+    def sees(self, position: int, nbytes: int) -> bool:
+        """Return whether this process will know the CRC-32 of all bytes of a copy."""
+        return self.has_rest
+
+    def takes(self, position: int, nbytes: int, *, is_guess: bool) -> bool:
+        """Return whether this process writes bytes that are no copy; a guess stands for a CRC-32 to come."""
+        return self.has_rest
 
     def missing(self, position: int) -> Exception:
         """Return the error for a block that should be there."""
         what = f"lacks the bytes from {position}, which no part has written"
-        folder = os.path.dirname(self._attempt.place)
-        return Unreadable(self._attempt.place, what, hint=f"begin again: rm -r {shlex.quote(folder)}")
+        return Unreadable(self._attempt.place, what, hint=self._attempt.again)
 
     def has(self, place: int, position: int, nbytes: int) -> bool:
         """Return whether all of a stretch of the copy at `place` was written before."""
@@ -252,6 +264,8 @@ class Written:
 
 class Attempt:
     """An output that is being written for the first time, or again."""
+
+    again: str | None = None  # what to do where something is missing
 
     def __init__(self, target: str, plan: str, *, resume: bool, computed: bool) -> None:
         """Look at what is there; create and remove nothing yet.
@@ -353,14 +367,8 @@ class Attempt:
         if self._unnoted >= NOTED or time.monotonic() > self._noted + NOTED_AFTER:
             self.note()
 
-    def note(self) -> None:
-        """Record what is on the disk, once it is there."""
-        new = f"{self._record}.new"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
-        self._note(new)
-
-    def _note(self, new: str, **facts: object) -> None:
+    def note(self, **facts: object) -> None:
+        """Record what is on the disk, once it is there, and further facts."""
         files = {**self._before}
         for name, written in self._files.items():
             if not written.file.closed:
@@ -370,8 +378,14 @@ class Attempt:
                     system.sync_data(file.fileno())
             files[name] = written.rows
         record = {"plan": self._plan, "files": files, "seen": self._watched(), **facts}
-        write_record(new, self._record, record)
+        self._write_record(record)
         self._unnoted, self._noted = 0, time.monotonic()
+
+    def _write_record(self, record: object) -> None:
+        new = f"{self._record}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        write_record(new, self._record, record)
 
     def give_up(self, error: BaseException) -> None:
         """End a failed attempt: keep what can be resumed, and note its place in the error."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ...errors import CkptToolError, OutputExists, already_exists
+from ...errors import CkptToolError, OutputExists, UsageFault, already_exists
 from ..checkpoint.checkpoint import Checkpoint
 from ..files.commit import replacing, require_folder
 from ..files.commit_folder import NewFolder, Replaced, check_folder, replacing_folder, unmoved
+from ..files.parts import OutputPart, OutputParts
 from ..files.reflink import NotShared, Reflink
 from ..files.resuming import Attempt
 from ..files.threads import Progress
@@ -40,6 +41,7 @@ class OutputPlace:
             replaced, with `force` either.
         own: an input that the output may replace, if it is one file, or the folder itself.
         is_uploaded: it is a temporary place, from which the output goes to a URL.
+        url: that URL.
     """
 
     path: str
@@ -47,6 +49,7 @@ class OutputPlace:
     needed: Collection[File] = ()
     own: Checkpoint | None = None
     is_uploaded: bool = False
+    url: str = ""
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], *rest: Any) -> OutputPlace:
@@ -109,18 +112,48 @@ class OutputPlace:
 
     @contextlib.contextmanager
     def local(
-        self, dry_run: bool = False, progress: Progress | None = None, expect: Progress | None = None
+        self,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+        expect: Progress | None = None,
+        *,
+        is_part: bool = False,
     ) -> Iterator[OutputPlace]:
         """Yield where to write on this machine; what is named by a URL is uploaded when the block ends.
 
-        `expect` is called before with the number of bytes that are sent, and `progress` with those on their
-        way. Raises OutputExists where something at the URL may not be replaced.
+        What `is_part` of an output is not: `parts` sends it. `expect` is called before with the number of
+        bytes that are sent, and `progress` with those on their way. Raises OutputExists where something at
+        the URL may not be replaced.
         """
         if is_url(self.path):
             self._require_no_input({self.path})
-        upload = uploading(self.path, replace=self.force, dry_run=dry_run, progress=progress, expect=expect)
-        with upload as path:
-            yield self if path == self.path else OutputPlace(path, is_uploaded=True)
+        how: dict[str, Any] = {"dry_run": dry_run or is_part, "progress": progress, "expect": expect}
+        with uploading(self.path, replace=self.force or is_part, **how) as path:
+            to_url = OutputPlace(path, is_part and self.force, is_uploaded=True, url=self.path)
+            yield self if path == self.path else to_url
+
+    def require_meeting(self) -> None:
+        """Raise UsageFault unless the parts of an output can meet there."""
+        if self.path != "-" and (not is_url(self.path) or self.path.startswith("s3://")):
+            return
+        what = f"{self.path}: is no place where parts can meet: folders are, and buckets of S3 (s3://)"
+        hint = "name one of these, and copy the output from there; or leave out --part, --jobs, torchrun"
+        raise UsageFault(what, hint=hint)
+
+    def parts(
+        self,
+        part: OutputPart,
+        plan: Mapping[str, object],
+        sizes: Mapping[str, int],
+        words: Sequence[str],
+        **progress: Progress | None,
+    ) -> OutputParts:
+        """Return the place where the parts of the output meet."""
+        if not self.url:
+            return OutputParts(self.path, part, plan, sizes, words)
+        from ..remote.uploaded_parts import UploadedParts
+
+        return UploadedParts(self.url, self.path, part, plan, sizes, words, force=self.force, **progress)
 
     def sharing(self, mode: str, sources: Callable[[], Iterable[Source]]) -> Reflink:
         """Return how the output shares blocks with some files. Raises NotShared if it should, and can't."""

@@ -195,7 +195,8 @@ class SavePlan:
             plan, sizes = self._planned(checksums, sorted(opened.values(), key=repr))
             facts: dict[str, object] = {"version of ckpttool": __version__, "command": self.options.recipe}
             facts |= {f"input {path}": repr(version) for path, version in sorted(opened.items())}
-            parts = OutputParts(self.path, part, {**facts, "plan": plan}, sizes, self.options.words)
+            told = {"progress": self.options.progress, "expect": self.options.expect}
+            parts = self.place.parts(part, {**facts, "plan": plan}, sizes, self.options.words, **told)
             parts.require_place(force=self.place.force)
             checksums.take(parts.seen)
             if not parts.is_written:
@@ -210,13 +211,15 @@ class SavePlan:
             if waiting and not part.number:
                 listed = first_few([f"{number}/{parts.part.count}" for number in waiting])
                 hint = f"run its command with --part {waiting[0]}/{parts.part.count}"
-                raise PartMissing(self.path, f"lacks part {listed}", hint=hint)
+                raise PartMissing(self.place.url or self.path, f"lacks part {listed}", hint=hint)
             with parts.finishing() if not waiting else nullcontext(False) as is_mine:
                 if not is_mine:
                     return self._saved(parts.nbytes, part=str(parts.part), waiting=tuple(waiting))
                 for seen in parts.sums:
                     checksums.take(seen)
-                return self._written(checksums, parts, values=values)
+                saved = self._written(checksums, parts, values=values and not self.place.url)
+                is_mine = parts.put_in_place(self.path)
+                return saved if is_mine else self._saved(parts.nbytes, part=str(parts.part))
 
     def _require_divisible(self) -> None:
         """Refuse what parts on several machines can't read or write alike."""
@@ -228,7 +231,8 @@ class SavePlan:
         elif not all(source.version[1] for source in self.sources):
             reason = "would be made of objects without a version, which may change between two parts"
         if reason:
-            raise UsageFault(f"{self.path}: {reason}", hint="leave out --part, --jobs, torchrun")
+            where = self.place.url or self.path
+            raise UsageFault(f"{where}: {reason}", hint="leave out --part, --jobs, torchrun")
 
     def _write_part(self, parts: OutputParts, checksums: Checksums) -> None:
         def opened(file: BinaryIO) -> Output:
@@ -486,11 +490,10 @@ def save(
     if isinstance(options.part, str):
         options = replace(options, part=OutputPart.parse(options.part))
     named = OutputPlace.at(path, force, options.needed, checkpoint)
-    if options.part and (named.path == "-" or urls.is_url(named.path)):
-        what = f"{named.path}: is no place where parts can meet"
-        hint = "name a place that all of them see, or leave out --part, --jobs, torchrun"
-        raise UsageFault(what, hint=hint)
-    with named.local(dry_run, options.progress, options.expect) as place:
+    if options.part:
+        named.require_meeting()
+    is_part = bool(options.part) and not dry_run
+    with named.local(dry_run, options.progress, options.expect, is_part=is_part) as place:
         target = destination.destination(place.path, checkpoint, to, full=full)
         destination.require_sense(target, state, full, shard_size, options)
         if options.device is not None:

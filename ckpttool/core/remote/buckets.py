@@ -75,11 +75,27 @@ def status_of(error: BaseException) -> int:
 def _translated(error: Exception, shown: str, scheme: str, is_signed: bool) -> FileError:
     text, status = str(error), status_of(error)
     code = found[1] if (found := stores.CODE.search(text)) else ""
+    if (failure := refused(shown, scheme, is_signed, status, code)) is not None:
+        return failure
+    if isinstance(error, FileNotFoundError):
+        return Missing(shown, "there is no such object")
+    if "parse path" in text or "invalid path" in text or isinstance(error, ValueError):
+        what = "keys with empty parts, `.`, `..` or control characters can't be addressed"
+        return Unreadable(shown, what)
+    if "NotPartial" in text or "non-partial" in text:
+        return Unranged(shown, "is sent only as a whole: its server ignores ranges")
+    reason = next((meaning for signs, meaning in REASONS if re.search(signs, text)), "") or _shortened(text)
+    hint = OTHER_HINTS.get(reason) or (HINTS[scheme] if "credentials" in reason else None)
+    return Unreadable(shown, reason, hint=hint)
+
+
+def refused(shown: str, scheme: str, is_signed: bool, status: int, code: str) -> FileError | None:
+    """Return the error for a server's answer, by its status and the store's word; None where it has none."""
     answer = f"{status} {code}".strip()
     if code in ("NoSuchBucket", "ContainerNotFound"):
         what = "bucket" if scheme != "az" else "container"
         return Unreadable(shown, f"there is no such {what}")
-    if status == 404 or isinstance(error, FileNotFoundError):
+    if status == 404:
         return Missing(shown, "there is no such object")
     if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
         found_some = (
@@ -93,14 +109,7 @@ def _translated(error: Exception, shown: str, scheme: str, is_signed: bool) -> F
         usual = "the server is busy: try again later" if status in (429, 500, 503) else None
         hint = stores.next_step(code) or usual
         return Unreadable(shown, f"the server answers {answer}", hint=hint)
-    if "parse path" in text or "invalid path" in text or isinstance(error, ValueError):
-        what = "keys with empty parts, `.`, `..` or control characters can't be addressed"
-        return Unreadable(shown, what)
-    if "NotPartial" in text or "non-partial" in text:
-        return Unranged(shown, "is sent only as a whole: its server ignores ranges")
-    reason = next((meaning for signs, meaning in REASONS if re.search(signs, text)), "") or _shortened(text)
-    hint = OTHER_HINTS.get(reason) or (HINTS[scheme] if "credentials" in reason else None)
-    return Unreadable(shown, reason, hint=hint)
+    return None
 
 
 def _shortened(text: str) -> str:
@@ -171,6 +180,7 @@ def _pieces(file: BinaryIO, part: int, sent: Sent) -> Iterator[bytes]:
 # ---- The store
 
 
+MOST_CONTENT = 1 << 28  # bytes of a small object
 PAGE = 1000  # keys that a store lists in one answer
 MOST_KEYS = 100_000  # of a folder, that are listed
 LEFTOVERS = {  # where parts of an upload go that nobody has ended
@@ -194,10 +204,10 @@ class Bucket:
 
     def __init__(self, scheme: str, name: str, patience: Patience | None = None) -> None:
         """Ask nothing yet. `scheme` is `s3`, `gs` (Google) or `az`, whose bucket is a container."""
-        self._scheme, self._name, self._patience = scheme, name, patience or Patience.usual()
+        self._scheme, self.name, self.patience = scheme, name, patience or Patience.usual()
 
     def shown(self, key: str) -> str:
-        return f"{self._scheme}://{self._name}/{key}"
+        return f"{self._scheme}://{self.name}/{key}"
 
     def head(self, key: str, nbytes: int) -> tuple[bytes, Facts]:
         """Return the first `nbytes` bytes of an object, and its facts: one request; two if it is empty."""
@@ -235,6 +245,30 @@ class Bucket:
         if len(data) != nbytes:
             raise Damaged(self.shown(key), f"{len(data)} bytes came where {nbytes} were asked for")
         return data
+
+    def content(self, key: str) -> bytes | None:
+        """Return all of a small object; None where there is none."""
+        with contextlib.suppress(Missing):
+            return self.head(key, MOST_CONTENT)[0]
+        return None
+
+    def put_bytes(self, key: str, data: bytes, *, replace: bool) -> None:
+        """Upload a small object. Raises OutputExists where one is there and `replace` is not set."""
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._named(key):
+            try:
+                self._upload_bytes(key, data, replace)
+            except AlreadyExistsError:
+                raise already_exists(self.shown(key)) from None
+
+    def remove(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        import obstore
+
+        TRAFFIC.count()
+        with contextlib.suppress(Missing), self._named(key):
+            self._answer(key, lambda: obstore.delete(self._writer, key))
 
     def entries(self, folder: str) -> list[ListedEntry]:
         """Return what is in a folder. Raises Unreadable if more than MOST_KEYS keys had to be listed."""
@@ -308,8 +342,6 @@ class Bucket:
         Raises Unanswered, and whatever the library does: AlreadyExistsError for a file of one request where
         nothing may be replaced. An error has the attribute `unfinished` if parts may be left.
         """
-        import obstore
-
         with contextlib.ExitStack() as stack:
             with naming(path, "read"):
                 file = stack.enter_context(open(path, "rb"))
@@ -317,12 +349,17 @@ class Bucket:
                 return self._upload_parts(key, file, replace, progress)
             with naming(path, "read"):
                 data = file.read()
+        self._upload_bytes(key, data, replace)
+        progress(len(data))
+        return Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
+
+    def _upload_bytes(self, key: str, data: bytes, replace: bool) -> None:
+        import obstore
+
         mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
         TRAFFIC.count()
         put = partial(obstore.put, self._writer, key, data, mode=mode, use_multipart=False)
         stores.ended(stores.started(put), LAST * self._longest)
-        progress(len(data))
-        return Sent(len(data), [hashlib.md5(data, usedforsecurity=False).digest()], is_whole=True)
 
     def _upload_parts(self, key: str, file: BinaryIO, replace: bool, progress: Progress) -> Sent:
         import obstore
@@ -369,11 +406,11 @@ class Bucket:
     @property
     def _longest(self) -> float:
         """Seconds that one part may take."""
-        return UPLOADING * self._patience.stall
+        return UPLOADING * self.patience.stall
 
     def _rest(self, key: str) -> str:
         """Say what may be left of an unfinished upload, and who removes it."""
-        return f"parts of {self.shown(key)} may be left, unseen: {LEFTOVERS[self._scheme].format(self._name)}"
+        return f"parts of {self.shown(key)} may be left, unseen: {LEFTOVERS[self._scheme].format(self.name)}"
 
     def _is_same(self, key: str, facts: Facts, path: str) -> bool:
         with naming(path, "read"), open(path, "rb") as file:
@@ -386,19 +423,19 @@ class Bucket:
             raise already_exists(self.shown(key))
 
     @cached_property
-    def _settings(self) -> BucketSettings:
+    def settings(self) -> BucketSettings:
         return settings_of(self._scheme)
 
     @cached_property
     def _reader(self) -> ObjectStore:
-        return connected(self._scheme, self._name, self._settings, self._patience, writes=False)
+        return connected(self._scheme, self.name, self.settings, self.patience, writes=False)
 
     @cached_property
     def _writer(self) -> ObjectStore:
-        return connected(self._scheme, self._name, self._settings, self._patience, writes=True)
+        return connected(self._scheme, self.name, self.settings, self.patience, writes=True)
 
     def _named(self, key: str) -> contextlib.AbstractContextManager[None]:
-        return named(self.shown(key), self._scheme, is_signed=self._settings.is_signed)
+        return named(self.shown(key), self._scheme, is_signed=self.settings.is_signed)
 
     def _check(self, key: str) -> None:
         """Refuse a key that the library would silently change."""
@@ -408,7 +445,7 @@ class Bucket:
     def _answer(self, key: str, ask: Callable[[], T], nbytes: int = 0) -> T:
         """Return the library's answer, in which many bytes, `nbytes`, are awaited."""
         try:
-            return stores.ended(stores.started(ask), self._patience.longest + nbytes / stores.SLOWEST)
+            return stores.ended(stores.started(ask), self.patience.longest + nbytes / stores.SLOWEST)
         except Unanswered as late:
             raise Unreadable(self.shown(key), f"the server's answer does not end within {late}") from None
 
