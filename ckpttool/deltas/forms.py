@@ -37,7 +37,7 @@ SUMMED = "hash_tensor"  # a checksum of places and values
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class DeltaForm:
     """What a form can hold, and how its files are called.
 
     Attributes:
@@ -62,7 +62,7 @@ class Form:
 FORMS = {
     form.name: form
     for form in (
-        Form(
+        DeltaForm(
             "weight-v",
             (XOR, OVERWRITE),
             ("xxh3-128", "blake3", "adler32"),
@@ -71,7 +71,7 @@ FORMS = {
             "model-{:05d}-of-{:05d}.safetensors",
             counts=True,
         ),
-        Form(
+        DeltaForm(
             "skyrl",
             (XOR,),
             ("xxh3-128", "sha256"),
@@ -81,7 +81,7 @@ FORMS = {
             counts=True,
             skips=True,
         ),
-        Form(
+        DeltaForm(
             "prime-rl",
             (PLACES,),
             (SUMMED,),
@@ -89,7 +89,7 @@ FORMS = {
             "sparse_update_manifest.json",
             "sparse_update_patch.safetensors",
         ),
-        Form("trl", (PLACES, GAPS), (), "step_000012.safetensors"),
+        DeltaForm("trl", (PLACES, GAPS), (), "step_000012.safetensors"),
     )
 }
 OF_PRIME = "prime-rl-sparse-update"  # what its manifest states
@@ -156,7 +156,7 @@ SUMMABLE = (*PLAIN_FLOATS, "int64", "int32", "int16", "int8", "uint8")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TensorPatch:
     """What becomes of one tensor.
 
     Attributes:
@@ -177,10 +177,10 @@ class Change:
 class VersionPatch:
     """A delta of another program: its version and its base's, None where its form has none, and changes."""
 
-    form: Form
+    form: DeltaForm
     version: int | None
     base: int | None
-    changes: Mapping[str, Change]
+    changes: Mapping[str, TensorPatch]
 
 
 def patch_of(file: Checkpoint) -> VersionPatch:
@@ -257,12 +257,12 @@ def _weight_v(file: Checkpoint, said: Mapping[str, Any]) -> VersionPatch:
     for name, tensor in file.tree.items():
         if not isinstance(value := sums.get(name), str):
             raise Damaged(file.path, f"states no checksum of '{name[:80]}'")
-        changes[name] = Change(encoding, _flat(file, name, tensor), checksum=(checksum, value))
+        changes[name] = TensorPatch(encoding, _flat(file, name, tensor), checksum=(checksum, value))
     return VersionPatch(form, _number(file, said, "version"), _number(file, said, "base_version"), changes)
 
 
 def _skyrl(file: Checkpoint, said: Mapping[str, Any]) -> VersionPatch:
-    form, changes = FORMS["skyrl"], dict[str, Change]()
+    form, changes = FORMS["skyrl"], dict[str, TensorPatch]()
     for name, each in _listed(file, said):
         kind, value = each.get("checksum_algorithm", form.checksums[0]), each.get("checksum")
         if value is None:
@@ -271,21 +271,21 @@ def _skyrl(file: Checkpoint, said: Mapping[str, Any]) -> VersionPatch:
             raise Unsupported(file.path, f"states checksums of the kind {kind!r}"[:80])
         payload = _part(file, name, each.get("payload_file"), each.get("payload_key"))
         declared = _declared(file, name, each)
-        changes[name] = Change(XOR, _flat(file, name, payload), *declared, (kind, str(value)))
+        changes[name] = TensorPatch(XOR, _flat(file, name, payload), *declared, (kind, str(value)))
     return VersionPatch(form, _number(file, said, "version"), _number(file, said, "base_version"), changes)
 
 
 def _prime_rl(file: Checkpoint, said: Mapping[str, Any]) -> VersionPatch:
     if said.get("version") != 1:
         raise Unsupported(file.path, f"is a sparse update of version {said.get('version')!r}"[:80])
-    changes, only = dict[str, Change](), said.get("patch_file")
+    changes, only = dict[str, TensorPatch](), said.get("patch_file")
     for name, each in _listed(file, said):
         parts = tuple(_part(file, name, only, each.get(key)) for key in ("indices", "values"))
         stated = each.get("checksum")
         if not isinstance(stated, int | None):
             raise Damaged(file.path, f"states a checksum of '{name[:80]}' that is none")
         checksum = None if stated is None else (SUMMED, stated & 0xFFFF_FFFF_FFFF_FFFF)
-        changes[name] = Change(PLACES, parts, *_declared(file, name, each), checksum)
+        changes[name] = TensorPatch(PLACES, parts, *_declared(file, name, each), checksum)
     step, below = (_number(file, said, key) for key in ("step", "base_step"))
     return VersionPatch(FORMS["prime-rl"], step, below, changes)
 
@@ -300,7 +300,7 @@ def _trl(file: Checkpoint, said: Mapping[str, Any]) -> VersionPatch:
         if end not in (".idx", ".val") or not {f"{name}.idx", f"{name}.val"} <= file.tree.keys():
             raise Damaged(file.path, f"'{key[:80]}' is no part of a delta, or lacks the other part")
         if end == ".val":
-            changes[name] = Change(encoding, (file.tree[f"{name}.idx"], values), values.dtype.name)
+            changes[name] = TensorPatch(encoding, (file.tree[f"{name}.idx"], values), values.dtype.name)
     return VersionPatch(form, _number(file, said, "model_version"), None, changes)
 
 

@@ -20,7 +20,7 @@ from ..core.tensors.values import stream
 from ..errors import Damaged, Refused
 from . import differences
 from .differences import UNSIGNED, BadFrame
-from .forms import GAPS, OVERWRITE, SUMMED, XOR, Change, VersionPatch, hashing, summed
+from .forms import GAPS, OVERWRITE, SUMMED, XOR, TensorPatch, VersionPatch, hashing, summed
 
 if TYPE_CHECKING:
     Pieces = Iterator[NDArray[np.uint8]]
@@ -60,7 +60,7 @@ def made_of(below: Checkpoint, patch: VersionPatch, file: Checkpoint) -> Checkpo
     return replace(changed, remarks=(*below.remarks, *remarks))
 
 
-def _new(below: Checkpoint, file: Checkpoint, name: str, base: TensorRef, change: Change) -> TensorRef:
+def _new(below: Checkpoint, file: Checkpoint, name: str, base: TensorRef, change: TensorPatch) -> TensorRef:
     for what, stated, has in (("type", change.dtype, base.dtype.name), ("shape", change.shape, base.shape)):
         if stated not in (None, has):
             raise _not_of(below, file, f"'{name[:80]}' has the {what} {has}, and {stated} in the delta")
@@ -84,7 +84,7 @@ WINDOW = 32 << 20  # bytes made that stay, for threads that ask for blocks not q
 class Rewritten:
     """The values of a base as a change makes them, compared with what is stated of them at their end."""
 
-    def __init__(self, path: str, name: str, base: TensorRef, change: Change) -> None:
+    def __init__(self, path: str, name: str, base: TensorRef, change: TensorPatch) -> None:
         self.path, self.name, self.base, self.change = path, name, base, change
         self._lock = threading.Lock()
         self._first = self._end = 0  # of what is kept

@@ -27,7 +27,7 @@ from ..errors import Refused, UsageFault
 from . import differences, forms
 from .differences import UNSIGNED
 from .encoding import DeltaPair, Encoded
-from .forms import OVERWRITE, Form
+from .forms import OVERWRITE, DeltaForm
 from .header import SPARSE
 
 SIZE = 1 << 30  # bytes of a file of payloads
@@ -44,7 +44,7 @@ class Publication:
         encoding, checksum: what it states.
     """
 
-    form: Form
+    form: DeltaForm
     version: int
     base: int
     encoding: str
@@ -239,7 +239,7 @@ def written(job: Publication, place: OutputPlace, contents: Contents, *, dry_run
     return Saved(place.path, job.form.name, nbytes, keys, shards=len(cut_))
 
 
-def files_of(form: Form, folder: str) -> list[str]:
+def files_of(form: DeltaForm, folder: str) -> list[str]:
     """Return the names in a folder that a delta of a form has there."""
     like = re.compile(re.sub(r"\\{.*?\\}", r"\\d+", re.escape(form.files)))
     return [name for name in os.listdir(folder) if name == form.index or like.fullmatch(name)]
