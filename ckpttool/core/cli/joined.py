@@ -170,7 +170,8 @@ def _join(findings: Findings, console: Console, run: Run, given: Mapping[str, An
         console.result("", {"part": str(parts.part), "waiting": waiting})
     if findings.whole and console.verbose:
         console.note(f"{findings.whole} of its tensors and records are computed, and not divided")
-    rest = f"still to come: part {first_few(each)}; the last one prints the result"
+    those = f"part{'s' * (len(waiting) > 1)} {first_few(each)}"
+    rest = f"still to come: {those}; the last one prints the result"
     console.note(f"did part {parts.part}; {rest if waiting else 'another process prints the result'}")
     return 0
 

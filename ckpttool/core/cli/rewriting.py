@@ -307,7 +307,8 @@ def _report(job: WriteJob, outcome: Outcome, saved: Saved, companions: Companion
     if saved.part:
         done, rest = f"wrote part {saved.part}", "all are written: another process puts them in place"
         if saved.waiting:
-            rest = f"still to come: part {first_few(saved.waiting)}; the last one puts all in place"
+            those = f"part{'s' * (len(saved.waiting) > 1)} {first_few(saved.waiting)}"
+            rest = f"still to come: {those}; the last one puts all in place"
         console.note(rest)
     else:
         companions.copy(job, outcome.settings)
