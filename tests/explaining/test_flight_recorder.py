@@ -386,9 +386,9 @@ def test_hundreds_of_ranks_are_read_in_about_a_second(ranks: int, tmp_path: Path
         if each.rank != 1:
             each.call(state="started")
     paths = write_dumps(tmp_path, made)
-    started = time.perf_counter()
+    started = time.process_time()
     (found,) = stalls(*read_dumps(paths))
-    assert time.perf_counter() - started < 10  # on a machine that has other work
+    assert time.process_time() - started < 10
     assert found.ranks == (1,) and len(found.waiting) == ranks - 1
     assert ranks == 2 or "waiting for it: ranks 0, 2 to 511 in" in found.message
 

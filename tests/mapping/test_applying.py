@@ -202,14 +202,14 @@ def test_many_names_take_a_moment(tmp_path: Path) -> None:
         f'from = "layers.{{i}}.experts.{{e}}.w{n}"\nto = "m.{{i}}.w{n}"\nsteps = [{{ stack = "e" }}]'
         for n in (1, 2, 3)
     ]
-    started = time.perf_counter()
+    started = time.process_time()
     with opened(state, tmp_path) as checkpoint:
         made, _ = apply(checkpoint, rules(*tables))
     assert made.state("")["m.19.w3"].shape == (100, 1)
     exact = MapRules(tuple(Rule((name,), (f"new.{name}",)) for name in state))
     with opened(state, tmp_path) as checkpoint:
         apply(checkpoint, exact)
-    assert time.perf_counter() - started < 30
+    assert time.process_time() - started < 30
 
 
 def test_nothing_is_read_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

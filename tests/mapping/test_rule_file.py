@@ -333,11 +333,11 @@ TOO_MUCH = {
 def test_a_rule_file_has_limits_which_are_named(what: str, tmp_path: Path) -> None:
     text, said = TOO_MUCH[what]
     (tmp_path / "rules.toml").write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(UsageFault) as fault:
         read(str(tmp_path / "rules.toml"))
     assert said in str(fault.value) and len(str(fault.value)) < 2000
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
 def test_rules_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
