@@ -35,7 +35,7 @@ def _printed() -> Fields:
     "--as LAYOUT",
     "Write the form that another program reads, of values alone; vllm: a file for its patches in memory.",
     "layout",
-    type=click.Choice(["weight-v", "skyrl", "prime-rl", "trl", "vllm"]),
+    type=click.Choice(["weight-v", "skyrl", "vllm"]),
 )
 @options.option("--encoding NAME", "With --as weight-v: xor, the usual one, or overwrite.")
 @options.option("--checksum NAME", "With --as weight-v: xxh3-128, blake3 or adler32; skyrl: also sha256.")
@@ -52,9 +52,9 @@ def delta(
     identify both. Wherever a checkpoint stands, BASE+OUTPUT may, or OUTPUT alone if BASE lies beside it. With
     --verify it is applied once, and the result compared.
 
-    With --as, OUTPUT's name ends with its version: a folder weight_v000012 (SGLang, slime, miles, stitch,
-    ModelExpress), delta-00000012 (SkyRL) or step_12 (prime-rl), or a file step_000012.safetensors (TRL). It
-    can't hold a tensor that is new, is gone or has another type or shape. vLLM itself reads no file.
+    With --as, OUTPUT is a folder whose name ends with its version: weight_v000012 (SGLang, slime, miles,
+    stitch, ModelExpress) or delta-00000012 (SkyRL). It can't hold a tensor that is new, is gone or has
+    another type or shape. vLLM itself reads no file.
 
     \b
     Examples:

@@ -21,19 +21,13 @@ from ..core.inert_pickle.values import OrderedDict_
 from ..core.lazy import NDArray, hashlib, np
 from ..core.remote.places import open_part, open_source_at
 from ..core.system import join
-from ..core.tensors.ref import (
-    DTYPES,
-    PLAIN_FLOATS,
-    ByteRange,
-    Source,
-    TensorRef,
-    is_count,
-)
+from ..core.tensors.ref import DTYPES, PLAIN_FLOATS, ByteRange, Source, TensorRef, is_count
 from ..errors import Damaged, Refused, Unsupported, install
 from . import differences
 
 XOR, OVERWRITE, PLACES, GAPS = "xor", "overwrite", "raw", "gap_delta"
-SUMMED = "hash_tensor"  # a checksum of places and values
+SUMMED = "hash_tensor"  # a checksum of places and values, of the types that torch sums:
+SUMMABLE = (*PLAIN_FLOATS, "int64", "int32", "int16", "int8", "uint8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +36,18 @@ class DeltaForm:
 
     Attributes:
         encodings, checksums: what it may state, the default first.
-        called: how an output is named, for messages.
         index: the file that tells of the rest; "" for a form of one file.
+        called: how an output is named, for messages; "" for a form that is only read.
         files: what its other files are called.
-        counts: its base is the version before, always.
         skips: its reader passes over tensors that the base lacks.
     """
 
     name: str
     encodings: tuple[str, ...]
     checksums: tuple[str, ...]
-    called: str
     index: str = ""
+    called: str = ""
     files: str = ""
-    counts: bool = False
     skips: bool = False
 
 
@@ -66,32 +58,24 @@ FORMS = {
             "weight-v",
             (XOR, OVERWRITE),
             ("xxh3-128", "blake3", "adler32"),
-            "weight_v000012/",
             "model.safetensors.index.json",
+            "weight_v000012/",
             "model-{:05d}-of-{:05d}.safetensors",
-            counts=True,
         ),
         DeltaForm(
             "skyrl",
             (XOR,),
             ("xxh3-128", "sha256"),
-            "delta-00000012/",
             "manifest.json",
+            "delta-00000012/",
             "delta-rank00000-file{:06d}.safetensors",
-            counts=True,
             skips=True,
         ),
-        DeltaForm(
-            "prime-rl",
-            (PLACES,),
-            (SUMMED,),
-            "step_12/",
-            "sparse_update_manifest.json",
-            "sparse_update_patch.safetensors",
-        ),
-        DeltaForm("trl", (PLACES, GAPS), (), "step_000012.safetensors"),
+        DeltaForm("prime-rl", (PLACES,), (SUMMED,), "sparse_update_manifest.json"),
+        DeltaForm("trl", (PLACES, GAPS), ()),
     )
 }
+WRITTEN = tuple(name for name, form in FORMS.items() if form.called)
 OF_PRIME = "prime-rl-sparse-update"  # what its manifest states
 
 # The number in the name of a version, after its stem: weight_v000012, v00000012, delta-00000012, step-200.
@@ -146,10 +130,6 @@ def summed(values: NDArray[Any], dtype: str) -> int:
     values = (values.astype(np.uint32) << 16).view(np.float32) if is_short else values.view(dtype)
     wide = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
     return int(np.bitwise_xor.reduce(wide.view(np.uint64))) if len(wide) else 0
-
-
-# The types that torch.hash_tensor takes, as far as checkpoints have them.
-SUMMABLE = (*PLAIN_FLOATS, "int64", "int32", "int16", "int8", "uint8")
 
 
 # ---- What a delta says, whatever its form.
@@ -284,8 +264,11 @@ def _prime_rl(file: Checkpoint, said: Mapping[str, Any]) -> VersionPatch:
         stated = each.get("checksum")
         if not isinstance(stated, int | None):
             raise Damaged(file.path, f"states a checksum of '{name[:80]}' that is none")
+        dtype, shape = _declared(file, name, each)
+        if stated is not None and dtype not in SUMMABLE:
+            raise Unsupported(file.path, f"states a checksum of '{name[:80]}', of {dtype}, which torch lacks")
         checksum = None if stated is None else (SUMMED, stated & 0xFFFF_FFFF_FFFF_FFFF)
-        changes[name] = TensorPatch(PLACES, parts, *_declared(file, name, each), checksum)
+        changes[name] = TensorPatch(PLACES, parts, dtype, shape, checksum)
     step, below = (_number(file, said, key) for key in ("step", "base_step"))
     return VersionPatch(FORMS["prime-rl"], step, below, changes)
 

@@ -6,14 +6,15 @@ import json
 import os
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.files.commit import Spool, writing_into
-from ..core.files.copying import Output
+from ..core.files.copying import DryOutput, Output
 from ..core.files.threads import MOST_THREADS, Progress, cores, cut, map_pieces
 from ..core.formats import safetensors, shards
 from ..core.formats.destination import Saved
@@ -22,13 +23,11 @@ from ..core.lazy import NDArray, np
 from ..core.remote.urls import is_url
 from ..core.system import join
 from ..core.tensors.ref import DTYPES, ByteRange, TensorRef
-from ..core.tensors.values import CHUNK, in_pieces, stream
+from ..core.tensors.values import CHUNK, in_pieces
 from ..errors import Refused, UsageFault
 from . import differences, forms
-from .differences import UNSIGNED
-from .encoding import DeltaPair, Encoded
+from .encoding import DeltaPair
 from .forms import OVERWRITE, DeltaForm
-from .header import SPARSE
 
 SIZE = 1 << 30  # bytes of a file of payloads
 MOST = 1 << 32  # bytes that places of 4 bytes can name
@@ -40,13 +39,12 @@ class Publication:
 
     Attributes:
         form: its form.
-        version, base: its number and that of its base.
+        version: its number; its base is the version before.
         encoding, checksum: what it states.
     """
 
     form: DeltaForm
     version: int
-    base: int
     encoding: str
     checksum: str
 
@@ -57,7 +55,7 @@ class Publication:
         """Return what a path and options ask for.
 
         Raises UsageFault where the name has no version, an option is not of the form, or BASE is of a version
-            that is not the one before.
+            that is not the one before; Unsupported where a package is missing.
         """
         form = forms.FORMS[layout]
         for option, given, known in (
@@ -65,45 +63,38 @@ class Publication:
             ("--checksum", checksum, form.checksums),
         ):
             if given is not None and given not in known:
-                listed = " or ".join(known) or "none"
-                raise UsageFault(f"{option} {given}: {layout} has {listed}", hint="leave it out")
+                raise UsageFault(f"{option} {given}: {layout} has {' or '.join(known)}", hint="leave it out")
         number = forms.number_in(path)
         if not number or path == "-" or is_url(path):
             what = f"{path}: the name of a delta in the form {layout} ends with its version"
             raise UsageFault(what, hint=f"name it as {form.called} is, on this machine; the first is 1")
         before = forms.number_in(base.path.rpartition("+")[2], path)
-        if form.counts and before not in (None, number - 1):
+        if before not in (None, number - 1):
             what = f"{path}: its base would be version {number - 1}, and {base.path} is version {before}"
             raise UsageFault(what, hint=f"name it as version {before + 1}")
-        below = number - 1 if before is None else before
-        return cls(form, number, below, encoding or form.encodings[0], checksum or (*form.checksums, "")[0])
-
-    def require_packages(self) -> None:
-        """Raise Unsupported where a package is missing."""
-        if self.form.counts:
-            differences.require(self.form.called)
-            forms.hashing(self.form.called, self.checksum)
+        differences.require(path)
+        forms.hashing(path, checksum := checksum or form.checksums[0])
+        return cls(form, number, encoding or form.encodings[0], checksum)
 
 
 class _Packer:
     """Packs what changed in a tensor as one frame of zstd, several tensors at once."""
 
     def __init__(self, job: Publication, path: str) -> None:
-        self.job, self.path = job, path
-        self._spare: list[tuple[Spool, Spool, Spool]] = []  # frames, places, values, of no thread now
+        self.job, self.path, self._of_thread = job, path, threading.local()
 
-    def packed(self, item: DeltaPair) -> tuple[ByteRange, str] | None:
+    def packed(self, item: DeltaPair) -> tuple[TensorRef, str] | None:
         """Return the frame and the checksum of the new bytes; None where nothing changed."""
-        spools = self._spare.pop() if self._spare else (Spool(self.path), Spool(self.path), Spool(self.path))
-        out, begin = spools[0].source, spools[0].source.size
-        value = forms.hashing(self.path, self.job.checksum)
+        if not hasattr(self._of_thread, "spools"):
+            self._of_thread.spools = [Spool(self.path) for _ in range(3)]
+        out, places, values = self._of_thread.spools
+        begin, value = out.source.size, forms.hashing(self.path, self.job.checksum)
         write = self._overwrite if self.job.encoding == OVERWRITE else self._xor
-        is_changed = write(item, value.update, *spools)
-        found = ByteRange(out, begin, out.size - begin), value.hexdigest()
-        if not is_changed:
-            out.size = begin
-        self._spare.append(spools)
-        return found if is_changed else None
+        if not write(item, value.update, out, places, values):
+            out.source.size = begin
+            return None
+        frame = ByteRange(out.source, begin, out.source.size - begin)
+        return TensorRef.of_bytes(frame, DTYPES["uint8"], (frame.nbytes,)), value.hexdigest()
 
     def _xor(self, item: DeltaPair, update: Callable[[Any], object], out: Spool, *_: Spool) -> bool:
         frame, changed = differences.packing(item.nbytes), False
@@ -145,98 +136,71 @@ def _differences(item: DeltaPair) -> Iterator[tuple[bytes | bytearray, NDArray[n
         yield one, np.frombuffer(one, np.uint8) ^ np.frombuffer(other, np.uint8)
 
 
-Contents = tuple[shards.Cut, Mapping[str, Mapping[str, str]], Mapping[str, Any]]  # and texts, and the index
+class Contents(NamedTuple):
+    """What is in a folder: the tensors of its files, the text in their headers, and what tells of them."""
+
+    files: shards.Cut
+    texts: Mapping[str, Mapping[str, str]]
+    index: Mapping[str, Any]
+
+    @property
+    def keys(self) -> int:
+        """How many tensors changed."""
+        return sum(map(len, self.files.values()))
 
 
-def of_frames(
-    job: Publication, path: str, pairs: Mapping[str, DeltaPair], progress: Progress
-) -> tuple[Contents, int]:
-    """Return what is in the files of weight-v and of SkyRL, and how many tensors changed."""
-    made = dict[str, tuple[TensorRef, str]]()
+def of_frames(job: Publication, path: str, pairs: Mapping[str, DeltaPair], progress: Progress) -> Contents:
+    """Return what is in the folder, whose payloads lie in temporary files."""
+    frames, sums = dict[str, TensorRef](), dict[str, str]()
     for item, found in map_pieces(_Packer(job, path).packed, pairs.values(), cores(MOST_THREADS)):
         progress(item.nbytes)
         if found is not None:
-            place = found[0]
-            made[item.name] = TensorRef.of_bytes(place, DTYPES["uint8"], (place.nbytes,)), found[1]
-    cuts = shards.cut_by_size(shards.SAFETENSORS, {name: tensor for name, (tensor, _) in made.items()}, SIZE)
-    groups = [each for each in cuts.values() if each]
-    cut_ = {job.form.files.format(i, len(groups)): each for i, each in enumerate(groups)}
-    if job.form.name == "weight-v":
-        texts = {file: {name: made[name][1] for name in each} for file, each in cut_.items()}
-        facts = {"version": f"{job.version:06d}", "base_version": f"{job.base:06d}"}
-        facts |= {"delta_encoding": job.encoding, "compression_format": "zstd"}
-        facts["checksum_format"] = job.checksum
-        weight_map = {name: file for file, each in cut_.items() for name in each}
-        return (cut_, texts, {"metadata": facts, "weight_map": weight_map}), len(made)
+            frames[item.name], sums[item.name] = found
+    groups = [each for each in shards.cut_by_size(shards.SAFETENSORS, frames, SIZE).values() if each]
+    files = {job.form.files.format(number, len(groups)): each for number, each in enumerate(groups)}
+    if job.form.name == "skyrl":
+        return Contents(files, {}, _manifest(job, files, pairs, sums))
+    texts = {file: {name: sums[name] for name in each} for file, each in files.items()}
+    facts = {"version": f"{job.version:06d}", "base_version": f"{job.version - 1:06d}"}
+    facts |= {"delta_encoding": job.encoding, "compression_format": "zstd", "checksum_format": job.checksum}
+    weight_map = {name: file for file, each in files.items() for name in each}
+    return Contents(files, texts, {"metadata": facts, "weight_map": weight_map})
+
+
+def _manifest(
+    job: Publication, files: shards.Cut, pairs: Mapping[str, DeltaPair], sums: Mapping[str, str]
+) -> dict[str, Any]:
     listed: list[dict[str, Any]] = []
-    for file, each in cut_.items():
+    for file, each in files.items():
         for name, payload in each.items():
             new = pairs[name].new
+            about = {"name": name, "dtype": new.dtype.name, "shape": new.shape, "checksum": sums[name]}
+            about |= {"checksum_algorithm": job.checksum, "payload_file": file, "payload_key": name}
             sizes = {"uncompressed_num_bytes": new.nbytes, "compressed_num_bytes": payload.nbytes}
-            about = {"name": name, "dtype": new.dtype.name, "shape": new.shape, **sizes}
-            about |= {"payload_file": file, "payload_key": name}
-            listed.append({**about, "checksum": made[name][1], "checksum_algorithm": job.checksum})
-    index: dict[str, Any] = {"version": job.version, "base_version": job.base, "tensors": listed}
-    index["payload_files"] = [*cut_]
-    for key in ("uncompressed_num_bytes", "compressed_num_bytes"):
-        index[f"total_{key}"] = sum(each[key] for each in listed)
-    return (cut_, {}, index), len(made)
-
-
-def of_places(job: Publication, path: str, made: Encoded) -> Contents:
-    """Return what is in the file of prime-rl, or of TRL: places and values of the tensors that changed."""
-    changed = {name: entry for name, entry in made.entries.items() if entry.kind == SPARSE}
-    tensors, listed = dict[str, TensorRef](), []
-    for number, (name, entry) in enumerate(changed.items()):
-        places, values = (made.tensors[part] for part in entry.parts)
-        dtype = entry.dtype.name
-        if job.form.name == "trl":
-            if dtype != "bfloat16":
-                raise Refused(path, f"'{name[:80]}' is {dtype}, and TRL's deltas hold bfloat16 alone")
-            tensors |= {f"{name}.idx": places, f"{name}.val": values}
-            continue
-        if dtype not in forms.SUMMABLE:
-            raise Refused(path, f"'{name[:80]}' is {dtype}, of which prime-rl's readers take no checksum")
-        total = 0
-        for part, kind in ((places, places.dtype.name), (values, dtype)):
-            for piece in stream(part):
-                total ^= forms.summed(np.frombuffer(piece, UNSIGNED[part.dtype.itemsize]), kind)
-        keys = {"indices": f"tensor_{number}.indices", "values": f"tensor_{number}.values"}
-        tensors |= {keys["indices"]: places, keys["values"]: values}
-        about = {"name": name, "shape": entry.shape, "dtype": dtype, "numel": entry.numel, **keys}
-        listed.append({**about, "changed_numel": places.numel, "checksum": total})
-    if job.form.name == "trl":
-        total = sum(tensor.numel for tensor in tensors.values())
-        every = sum(entry.numel for entry in made.entries.values())
-        facts = {"format": safetensors.PATCH, "version": "1", "sparse": "True", "encoding": job.encoding}
-        facts |= {"model_version": str(job.version), "num_changed_params": str(len(changed))}
-        facts |= {"total_changed_elements": str(total // 2), "total_elements": str(every)}
-        facts["sparsity"] = str(1 - total / 2 / max(every, 1))
-        return {"": tensors}, {"": facts}, {}
-    file = job.form.files if tensors else None
-    index = {"format": forms.OF_PRIME, "version": 1, "step": job.version, "base_step": job.base}
-    index |= {"compute_dtype": None, "compressed": False, "patch_file": file, "tensors": listed}
-    return {file: tensors} if file else {}, {file: OF_TORCH} if file else {}, index
+            listed.append(about | sizes)
+    keys = ("uncompressed_num_bytes", "compressed_num_bytes")
+    totals = {f"total_{key}": sum(each[key] for each in listed) for key in keys}
+    said = {"version": job.version, "base_version": job.version - 1, "tensors": listed}
+    return {**said, "payload_files": [*files], **totals}
 
 
 def written(job: Publication, place: OutputPlace, contents: Contents, *, dry_run: bool) -> Saved:
     """Write a folder in one of the forms; it takes its place at once, whole."""
-    cut_, texts, index = contents
-    text = json.dumps(index, ensure_ascii=False).encode()
+    text = json.dumps(contents.index, ensure_ascii=False).encode()
 
     def write_file(name: str, tensors: Mapping[str, TensorRef], out: Output) -> None:
-        safetensors.write(join(place.path, name), tensors, texts.get(name, {}), out)
+        safetensors.write(join(place.path, name), tensors, contents.texts.get(name, {}), out)
 
-    payloads = sum(tensor.nbytes for tensors in cut_.values() for tensor in tensors.values())
-    if dry_run:
-        return Saved(place.path, job.form.name, payloads + len(text), len(index), shards=len(cut_))
-    with place.folder(partial(files_of, job.form)) as new:
-        shards.write_files(new.path, cut_, write_file, Output)
-        with writing_into(join(new.path, job.form.index)) as file:
-            file.write(text)
-        nbytes = sum(entry.stat().st_size for entry in os.scandir(new.path))
-    keys = sum(map(len, cut_.values()))
-    return Saved(place.path, job.form.name, nbytes, keys, shards=len(cut_))
+    nbytes = len(text)
+    for name, tensors in contents.files.items():
+        write_file(name, tensors, dry := DryOutput())
+        nbytes += dry.position
+    if not dry_run:
+        with place.folder(partial(files_of, job.form)) as new:
+            shards.write_files(new.path, contents.files, write_file, Output)
+            with writing_into(join(new.path, job.form.index)) as file:
+                file.write(text)
+    return Saved(place.path, job.form.name, nbytes, contents.keys, shards=len(contents.files))
 
 
 def files_of(form: DeltaForm, folder: str) -> list[str]:

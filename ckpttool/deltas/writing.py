@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.checkpoint import full
 from ..core.checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..core.checkpoint.checksums import Checksums, require_made, unmatched, with_parts
 from ..core.checkpoint.special_tensors import require_plain
 from ..core.checkpoint.state import elsewhere
-from ..core.files.digest import digest_of, tensor_digests
+from ..core.files.digest import digest, digest_of, tensor_digests
 from ..core.files.threads import Progress
 from ..core.formats import safetensors
 from ..core.formats.destination import Saved, format_of_name
@@ -33,8 +33,8 @@ from ..core.tensors.values import same_values
 from ..errors import Refused, UsageFault
 from . import differences, publishing, versions
 from .encoding import INT32, DeltaPair, Encoded, Encoder
-from .forms import FORMS, number_in
-from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, DeltaEntry, Header, digest_of_tree, read_header
+from .forms import FORMS, WRITTEN, number_in
+from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Header, digest_of_tree, read_header
 from .publishing import Publication
 from .reading import LONGEST, NAME, DeltaLink, base_tensors, joined, wrong_base
 
@@ -100,8 +100,7 @@ def delta(
         new: the newer one.
         path: the delta, a file of safetensors; `-` is standard output.
         layout: None; or the form of another program, which holds nothing but changed values of the same
-            tensors: `weight-v`, `skyrl`, `prime-rl` (folders), `trl`, `vllm` (files). The name of the first
-            four ends with the version.
+            tensors: `weight-v` and `skyrl`, folders whose names end with the version; `vllm`, a file.
         encoding, checksum: for `weight-v` and `skyrl`, others than their usual ones: `overwrite`; `blake3`,
             `adler32`, `sha256`.
         state: for a layout, the dotted path of the model's state in both; found when None.
@@ -130,52 +129,56 @@ def delta(
         True
     """
     name = os.fspath(path)
-    is_file = layout not in FORMS or not FORMS[layout].index
-    if (encoding or checksum) and layout not in FORMS:
-        hint = f"give --as, which is one of {', '.join(FORMS)}"
-        raise UsageFault("--encoding and --checksum are of the forms of other programs", hint=hint)
-    if (
-        is_file
-        and not os.path.isdir(name)
-        and (format_of_name(name) not in (None, safetensors.NAME) or unwritable(name))
-    ):
-        stem = os.path.splitext(name.rstrip("/"))[0]
-        hint = f"name it {shlex.quote(stem)}.safetensors"
-        raise UsageFault(f"{name}: a delta is a file of safetensors, and its name says otherwise", hint=hint)
+    if layout not in (None, VLLM, *WRITTEN):
+        raise UsageFault(
+            f"--as {layout}: no such form is written", hint=f"give {', '.join(WRITTEN)} or {VLLM}"
+        )
+    if layout not in WRITTEN:
+        _require_file(name, encoding or checksum)
     with opened(base) as older, opened(new) as newer:
         for each in (older, newer):
             if fault := elsewhere(each.path, each.tree):
                 raise fault
-        place, form = OutputPlace.at(name, force, (older,), newer), None
-        if layout in FORMS:
-            form = Publication.of(layout, name, older, encoding, checksum)
-            form.require_packages()
-        place.require(None if is_file or form is None else partial(publishing.files_of, form.form))
+        place = OutputPlace.at(name, force, (older,), newer)
+        form = Publication.of(layout, name, older, encoding, checksum) if layout in WRITTEN else None
+        place.require(partial(publishing.files_of, form.form) if form else None)
         before = _versions(older, newer)
         if expect is not None:
             expect(newer.nbytes * (2 if verify else 1))
         job = _Job(older, newer, name, progress or (lambda count: None), base_name, verify is not False)
-        if form is not None:
-            made = _published(job, state, form, place, verify=verify, dry_run=dry_run)
-            _require_unchanged(before, _versions(older, newer))
-            return made
-        file, entries, digest = _patch(job, state) if layout == VLLM else _delta(job)
+        made = _frames(job, state, form) if form else _patch(job, state) if layout else _delta(job)
         _require_unchanged(before, _versions(older, newer))
-        choices: dict[str, Any] = {"verify": verify, "force": force, "dry_run": dry_run}
-        saved = save(file, name, to=safetensors.NAME, needed=(older,), **choices)
-        if verify and layout is None and not dry_run and name != "-":
-            _require_same(job, name)
-        kinds = Counter(entry.kind for entry in entries.values())
-        counted = {kind: kinds[kind] for kind in (SAME, SPARSE, XOR, NEW)}
+        if form:
+            saved = publishing.written(form, place, made.contents, dry_run=dry_run)
+        else:
+            choices: dict[str, Any] = {"verify": verify, "force": force, "dry_run": dry_run}
+            saved = save(made.contents, name, to=safetensors.NAME, needed=(older,), **choices)
+        if verify and layout != VLLM and not dry_run and name != "-":
+            _require_same(job, name, state)
+        kinds = {kind: made.kinds[kind] for kind in (SAME, SPARSE, XOR, NEW)}
         lacks = layout is None and not differences.is_there()
-        return Delta(saved, counted, newer.nbytes, digest, lacks)
+        return Delta(saved, kinds, newer.nbytes, made.digest, lacks)
 
 
-# The file, what it says, and the digest of the newer checkpoint.
-Made = tuple[Checkpoint, Mapping[str, DeltaEntry], str | None]
+def _require_file(name: str, choice: str | None) -> None:
+    if choice:
+        hint = f"give --as, which is one of {', '.join(WRITTEN)}"
+        raise UsageFault("--encoding and --checksum are of the forms of other programs", hint=hint)
+    is_named_otherwise = format_of_name(name) not in (None, safetensors.NAME) or unwritable(name)
+    if is_named_otherwise and not os.path.isdir(name):
+        hint = f"name it {shlex.quote(os.path.splitext(name.rstrip('/'))[0])}.safetensors"
+        raise UsageFault(f"{name}: a delta is a file of safetensors, and its name says otherwise", hint=hint)
 
 
-def _delta(job: _Job) -> Made:
+class _Made(NamedTuple):
+    """What is to be written, how many tensors are kept in which way, the digest of the newer checkpoint."""
+
+    contents: Any
+    kinds: Counter[str]
+    digest: str | None = None
+
+
+def _delta(job: _Job) -> _Made:
     """Make a delta that holds all that is new."""
     base, new = job.base, job.new
     for checkpoint in (base, new):
@@ -198,7 +201,7 @@ def _delta(job: _Job) -> Made:
     older, tree = Base(beside, prefix), digest_of_tree(flat.text)
     header = Header(older, digest, tree, new.full, dict(new.metadata), made.entries)
     texts = {ENTRY: header.to_text(), TREE: flat.text}
-    return _file(new.source, made, texts), made.entries, digest
+    return _file(new.source, made, texts, digest)
 
 
 def _digest_of_state(
@@ -305,53 +308,27 @@ def _once(job: _Job, pairs: Mapping[str, DeltaPair]) -> dict[str, DeltaPair]:
     return {name: pair for name, pair in pairs.items() if name not in ties}
 
 
-def _places(job: _Job, pairs: Mapping[str, DeltaPair]) -> Encoded:
-    """Return changes as places in int32 and values."""
+def _patch(job: _Job, where: str | None) -> _Made:
+    """Make a file for vLLM's patches: flat places as int32 and the values there."""
+    pairs = _alike(job, where)
     for name, pair in pairs.items():
         if pair.new.numel > INT32:
             raise Refused(job.new.path, f"'{name[:80]}' has places that int32 can't name")
-    return _encoded(job, pairs, frozenset((SAME, SPARSE)))
-
-
-def _patch(job: _Job, where: str | None) -> Made:
-    """Make a file for vLLM's patches: flat places as int32 and the values there."""
-    made = _places(job, _alike(job, where))
+    made = _encoded(job, pairs, frozenset((SAME, SPARSE)))
     shapes = {name: entry.shape for name, entry in made.entries.items() if entry.kind == SPARSE}
     texts = {"shapes": json.dumps(shapes, ensure_ascii=False, separators=(",", ":"))}
-    return _file(job.new.source, made, OF_TORCH | texts), made.entries, None
+    return _file(job.new.source, made, OF_TORCH | texts)
 
 
-def _published(
-    job: _Job, where: str | None, form: Publication, place: OutputPlace, *, verify: bool | None, dry_run: bool
-) -> Delta:
-    """Write a delta in the form of another program."""
-    pairs, changes = _once(job, _alike(job, where)), 0
-    if form.form.counts:
-        with Checksums(job.base, job.base.storages() if job.compares else ()) as of_base:
-            with Checksums(job.new, job.new.storages() if job.compares else ()) as of_new:
-                contents, changes = publishing.of_frames(form, job.path, pairs, job.progress)
-                of_new.finish()
-            of_base.finish()
-    else:
-        made = _places(job, pairs)
-        contents = publishing.of_places(form, job.path, made)
-        changes = sum(entry.kind == SPARSE for entry in made.entries.values())
-    if form.form.index:
-        saved = publishing.written(form, place, contents, dry_run=dry_run)
-    else:
-        (tensors,), (texts,) = contents[0].values(), contents[1].values()
-        file = Checkpoint(job.new.source, safetensors.NAME, OrderedDict_(tensors), metadata=texts)
-        choices: dict[str, Any] = {"force": place.force, "dry_run": dry_run, "verify": verify}
-        saved = save(file, job.path, to=safetensors.NAME, needed=(job.base,), **choices)
-    if verify and not dry_run:
-        with open_alone(job.path) as patch:
-            made_again = joined(DeltaLink(job.base), patch).checkpoint.state(where).tensors
-            for name, pair in pairs.items():
-                if not same_values(made_again[name], pair.new):
-                    raise Refused(job.path, FALSE)
-    kind = XOR if form.form.counts else SPARSE
-    counted = {SAME: len(pairs) - changes, SPARSE: 0, XOR: 0, NEW: 0} | {kind: changes}
-    return Delta(saved, counted, job.new.nbytes, None)
+def _frames(job: _Job, where: str | None, form: Publication) -> _Made:
+    """Make the files of another program's form."""
+    pairs = _once(job, _alike(job, where))
+    with Checksums(job.base, job.base.storages() if job.compares else ()) as of_base:
+        with Checksums(job.new, job.new.storages() if job.compares else ()) as of_new:
+            contents = publishing.of_frames(form, job.path, pairs, job.progress)
+            of_new.finish()
+        of_base.finish()
+    return _Made(contents, Counter({SAME: len(pairs) - contents.keys, XOR: contents.keys}))
 
 
 def _encoded(job: _Job, pairs: Mapping[str, DeltaPair], ways: frozenset[str]) -> Encoded:
@@ -379,8 +356,9 @@ def _is_whole(tensor: TensorRef) -> bool:
     return tensor.is_stretch and tensor.nbytes == tensor.storage.nbytes
 
 
-def _file(source: Source, made: Encoded, texts: Mapping[str, str]) -> Checkpoint:
-    return Checkpoint(source, safetensors.NAME, OrderedDict_(made.tensors), metadata=texts)
+def _file(source: Source, made: Encoded, texts: Mapping[str, str], digest: str | None = None) -> _Made:
+    file = Checkpoint(source, safetensors.NAME, OrderedDict_(made.tensors), metadata=texts)
+    return _Made(file, Counter(entry.kind for entry in made.entries.values()), digest)
 
 
 def _versions(*checkpoints: Checkpoint) -> dict[str, tuple[object, ...]]:
@@ -394,13 +372,18 @@ def _require_unchanged(before: Mapping[str, object], after: Mapping[str, object]
             raise Refused(path, "was changed while it was read", hint="wait until its writer is done")
 
 
-def _require_same(job: _Job, path: str) -> None:
+def _require_same(job: _Job, path: str, where: str | None) -> None:
     """Apply what was written, and compare what comes of it with what was meant."""
     with open_alone(path) as file:
         made = joined(DeltaLink(job.base), file, digests=True).checkpoint
-        with Checksums(made, made.storages()) as checksums:
-            if checksums.damaged(job.progress):
-                raise Refused(path, FALSE)
+        if file.format in FORMS:
+            states = [checkpoint.state(where).tensors for checkpoint in (made, job.new)]
+            is_same = digest(states[0], job.progress) == digest(states[1])
+        else:
+            with Checksums(made, made.storages()) as checksums:
+                is_same = not checksums.damaged(job.progress)
+        if not is_same:
+            raise Refused(path, FALSE)
 
 
 # ---- Deltas applied to a base: nothing counts before the base, and what comes of it, are what they

@@ -18,6 +18,7 @@ import ckpttool
 from ckpttool.deltas import forms, patches
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unsupported, UsageFault
 from tests.support.running import Cli, assert_says, within
+from tests.support.sparse_updates import prime_rl, trl
 
 zstandard = pytest.importorskip("zstandard", reason="frames are made by a zstd of its own")
 xxhash, blake3 = pytest.importorskip("xxhash"), pytest.importorskip("blake3")
@@ -65,7 +66,7 @@ def models(here: Path) -> tuple[Tensors, Tensors]:
 
 @pytest.fixture
 def shorts(here: Path) -> None:
-    """The same in bfloat16 alone, which TRL's deltas hold."""
+    """Write the same in bfloat16 alone, which TRL's deltas hold."""
     base = {
         "w": torch.randn(70_000).bfloat16(),
         "v": torch.ones(3, 3).bfloat16(),
@@ -170,22 +171,6 @@ def read_skyrl(folder: Path, before: dict[str, bytes]) -> dict[str, bytes]:
     return after
 
 
-def read_prime_rl(folder: Path, before: Tensors) -> Tensors:
-    said = json.loads((folder / "sparse_update_manifest.json").read_text())
-    assert (said["format"], said["version"], said["base_step"]) == (
-        "prime-rl-sparse-update",
-        1,
-        said["step"] - 1,
-    )
-    patch = load_file(folder / said["patch_file"])
-    for each in said["tensors"]:
-        places, values = patch[each["indices"]].long(), patch[each["values"]]
-        hashes = [torch.hash_tensor(part).item() for part in (places, values)]
-        assert each["checksum"] == int(hashes[0]) ^ int(hashes[1])
-        before[each["name"]].reshape(-1).index_copy_(0, places, values)
-    return before
-
-
 def same(path: str, other: str = "new.safetensors") -> bool:
     return ckpttool.digest(path) == ckpttool.digest(other)
 
@@ -213,30 +198,18 @@ def test_weight_v_written_here_is_read_by_a_reader_like_sglangs(
 
 
 def test_skyrl_written_here_is_read_by_a_reader_like_its_own(models: tuple[Tensors, Tensors]) -> None:
-    ckpttool.delta("base.safetensors", "new.safetensors", "delta-00000001", layout="skyrl", verify=True)
+    choices: dict[str, Any] = {"layout": "skyrl", "verify": True}
+    planned = ckpttool.delta("base.safetensors", "new.safetensors", "delta-00000001", dry_run=True, **choices)
+    made = ckpttool.delta("base.safetensors", "new.safetensors", "delta-00000001", **choices)
+    assert planned == made
+    assert made.saved.nbytes == sum(path.stat().st_size for path in Path("delta-00000001").iterdir())
     assert read_skyrl(Path("delta-00000001"), bytes_of(models[0])) == bytes_of(models[1])
     assert same("base.safetensors+delta-00000001")
 
 
-def test_prime_rl_and_trl_written_here(shorts: None) -> None:
-    ckpttool.delta("base.safetensors", "new.safetensors", "step_1", layout="prime-rl", verify=True)
-    after = read_prime_rl(Path("step_1"), load_file("base.safetensors"))
-    assert bytes_of(after) == bytes_of(load_file("new.safetensors"))
-    ckpttool.delta(
-        "base.safetensors", "new.safetensors", "step_000001.safetensors", layout="trl", verify=True
-    )
-    patch, new = load_file("step_000001.safetensors"), load_file("base.safetensors")
-    _, said, _ = header_of(Path("step_000001.safetensors"))
-    assert said["sparse"] == "True" and said["model_version"] == "1"
-    for name in {name.removesuffix(".val") for name in patch if name.endswith(".val")}:
-        new[name].reshape(-1)[patch[f"{name}.idx"].long()] = patch[f"{name}.val"]
-    assert bytes_of(new) == bytes_of(load_file("new.safetensors"))
-    assert same("base.safetensors+step_1") and same("base.safetensors+step_000001.safetensors")
-
-
-@pytest.mark.parametrize("layout", ["weight-v", "skyrl", "prime-rl"])
+@pytest.mark.parametrize("layout", ["weight-v", "skyrl"])
 def test_a_delta_of_nothing_advances_the_version(models: object, layout: str) -> None:
-    output = {"weight-v": "weight_v000004", "skyrl": "delta-00000004", "prime-rl": "step_4"}[layout]
+    output = {"weight-v": "weight_v000004", "skyrl": "delta-00000004"}[layout]
     ckpttool.delta("base.safetensors", "base.safetensors", output, layout=layout, verify=True)
     assert same(f"base.safetensors+{output}", "base.safetensors")
     assert len([*Path(output).iterdir()]) == 1
@@ -257,7 +230,7 @@ def test_other_names_of_a_tensor_are_not_written_and_follow(here: Path) -> None:
         ckpttool.delta("base.pt", "apart.pt", "weight_v000002", layout="weight-v")
 
 
-@pytest.mark.parametrize("layout", ["weight-v", "skyrl", "prime-rl", "trl"])
+@pytest.mark.parametrize("layout", ["weight-v", "skyrl", "vllm"])
 @pytest.mark.parametrize("change", ["shape", "dtype", "more", "fewer"])
 def test_what_no_form_holds_is_refused_by_name(shorts: None, layout: str, change: str) -> None:
     new = load_file("base.safetensors")
@@ -288,8 +261,8 @@ def test_a_name_without_a_version_and_options_of_another_form_are_usage_faults(m
     assert fault.value.hint == "name it out.safetensors"
     with pytest.raises(UsageFault, match="forms of other programs"):
         ckpttool.delta("base.safetensors", "new.safetensors", "d.safetensors", checksum="blake3")
-    with pytest.raises(Refused, match="bfloat16 alone"):
-        ckpttool.delta("base.safetensors", "new.safetensors", "step_1.safetensors", layout="trl")
+    with pytest.raises(UsageFault, match="no such form is written"):
+        ckpttool.delta("base.safetensors", "new.safetensors", "step_1", layout="prime-rl")
 
 
 # ---- Written by others
@@ -350,33 +323,10 @@ def test_skyrl_of_others_is_read_and_tensors_that_the_base_lacks_are_named(
         assert bytes_of(made.state().load()) == bytes_of(new)
 
 
-def prime_rl(folder: Path, **change: Any) -> None:
-    folder.mkdir(parents=True)
-    places, values = torch.tensor([0, 69_999], dtype=torch.int32), torch.tensor([2.0, -1.0]).bfloat16()
-    entry = {
-        "name": "w",
-        "shape": [70_000],
-        "dtype": "bfloat16",
-        "indices": "tensor_4.indices",
-        "numel": 70_000,
-    }
-    total = int(torch.hash_tensor(places).item()) ^ int(torch.hash_tensor(values).item())
-    entry |= {"values": "tensor_4.values", "changed_numel": 2, "checksum": total, **change}
-    said = {"format": "prime-rl-sparse-update", "version": 1, "step": 12, "base_step": 10, "tensors": [entry]}
-    patch = {"tensor_4.indices": places, "tensor_4.values": values}
-    save_file(patch, folder / "sparse_update_patch.safetensors", metadata={"format": "pt"})
-    said |= {
-        "patch_file": "sparse_update_patch.safetensors",
-        "compute_dtype": "bfloat16",
-        "compressed": False,
-    }
-    (folder / "sparse_update_manifest.json").write_text(json.dumps(said))
-
-
 def test_prime_rl_of_others_is_read_packed_or_not(shorts: None) -> None:
-    want = load_file("base.safetensors")
+    base, want = load_file("base.safetensors"), load_file("base.safetensors")
     want["w"][0], want["w"][-1] = 2.0, -1.0
-    prime_rl(Path("step_12"))
+    prime_rl(Path("step_12"), 10, base, want)
     assert bytes_of(ckpttool.open("base.safetensors+step_12").state().load()) == bytes_of(want)
     file = Path("step_12/sparse_update_patch.safetensors")
     file.write_bytes(zstandard.ZstdCompressor().compress(file.read_bytes()))
@@ -384,29 +334,23 @@ def test_prime_rl_of_others_is_read_packed_or_not(shorts: None) -> None:
     file.write_bytes(zstandard.ZstdCompressor().compress(bytes(120_000_000)))
     with pytest.raises(Damaged, match="more than its manifest states"):
         ckpttool.open("base.safetensors+step_12")
-    prime_rl(Path("step_13"), checksum=7)
+    prime_rl(Path("step_13"), 12, base, want, checksum=7)
     with pytest.raises(Damaged, match="another checksum"):
         ckpttool.digest("base.safetensors+step_13")
+    prime_rl(Path("step_14"), 13, base, want, dtype="float8_e4m3fn")
+    with pytest.raises(Unsupported, match="checksum of 'w', of float8_e4m3fn, which torch lacks"):
+        ckpttool.digest("base.safetensors+step_14")
 
 
 @pytest.mark.parametrize("encoding", ["raw", "gap_delta"])
 def test_trl_of_others_is_read(shorts: None, encoding: str) -> None:
-    want = load_file("base.safetensors")
-    values = torch.tensor([2.0, -1.0, 5.0]).bfloat16()
-    where = torch.tensor([0, 65_000, 69_999], dtype=torch.int32)
-    want["w"][where.long()] = values
-    gaps = torch.tensor([0, 64_999, 4_998], dtype=torch.int64).to(torch.uint16)
-    said = {"format": "sparse_weight_patch", "version": "1", "sparse": "True", "encoding": encoding}
-    tensors = {"w.idx": where if encoding == "raw" else gaps, "w.val": values}
-    save_file(tensors, "step_000003.safetensors", metadata={**said, "model_version": "3"})
-    assert bytes_of(ckpttool.open("base.safetensors+step_000003.safetensors").state().load()) == bytes_of(
-        want
-    )
-    save_file(
-        tensors, "step_000003.safetensors", metadata={**said, "model_version": "3", "encoding": "nvcomp"}
-    )
+    base, want, path = load_file("base.safetensors"), load_file("base.safetensors"), "step_000003.safetensors"
+    want["w"][[0, 65_000, 69_999]] = torch.tensor([2.0, -1.0, 5.0]).bfloat16()
+    trl(Path(path), 3, base, want, encoding)
+    assert bytes_of(ckpttool.open(f"base.safetensors+{path}").state().load()) == bytes_of(want)
+    trl(Path(path), 3, base, want, "nvcomp")
     with pytest.raises(Unsupported, match="encoding 'nvcomp'"):
-        ckpttool.digest("base.safetensors+step_000003.safetensors")
+        ckpttool.digest(f"base.safetensors+{path}")
 
 
 def test_our_deltas_and_theirs_in_one_chain(models: tuple[Tensors, Tensors]) -> None:

@@ -18,6 +18,7 @@ import ckpttool
 from ckpttool.deltas import versions
 from ckpttool.errors import CkptToolError, Refused, Unreadable, UsageFault
 from tests.support.running import ROOT, Cli, assert_says
+from tests.support.sparse_updates import prime_rl, trl
 
 pytest.importorskip("zstandard")
 pytest.importorskip("xxhash")
@@ -52,9 +53,7 @@ def is_version(made: ckpttool.Checkpoint, number: int) -> bool:
     return ckpttool.digest(made) == ckpttool.digest(f"whole/{number}.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"), [("weight-v", "weight_v{:06d}"), ("skyrl", "delta-{:08d}"), ("prime-rl", "step_{}")]
-)
+@pytest.mark.parametrize(("layout", "name"), [("weight-v", "weight_v{:06d}"), ("skyrl", "delta-{:08d}")])
 def test_a_chain_of_twenty(here: Path, layout: str, name: str, cli: Cli) -> None:
     write(Path("sync"), *range(21), layout=layout, name=name)
     found = versions.in_folder("sync")
@@ -94,13 +93,12 @@ def test_an_anchor_takes_the_place_of_the_base(here: Path, cli: Cli) -> None:
 
 
 def test_steps_that_are_not_in_a_row(here: Path) -> None:
-    names = {100: "step-100", 150: "step-150", 400: "step-400"}
-    for number, name in names.items():
-        save_file(model(number), f"{number}.safetensors")
-        Path("run", name).parent.mkdir(exist_ok=True)
+    save_file(model(100), "100.safetensors")
+    save_file(model(400), "400.safetensors")
+    Path("run").mkdir()
     ckpttool.save(ckpttool.open("100.safetensors"), "run/step-100", to="safetensors-sharded")
-    ckpttool.delta("run/step-100", "150.safetensors", "run/step-150", layout="prime-rl")
-    ckpttool.delta("run/step-150", "400.safetensors", "run/step-400", layout="prime-rl", verify=True)
+    prime_rl(Path("run/step-150"), 100, model(100), model(150))
+    prime_rl(Path("run/step-400"), 150, model(150), model(400))
     assert [(each.version, each.base) for each in versions.in_folder("run")] == [
         (100, None),
         (150, 100),
@@ -115,12 +113,10 @@ def test_trls_anchors_and_deltas(here: Path) -> None:
         Path("bucket", below).mkdir(parents=True)
     save_file(tensors, "bucket/anchors/step_000000.safetensors")
     for number in (1, 2, 3):
-        save_file(tensors, "old.safetensors")
+        old = {"w": tensors["w"].clone()}
         tensors["w"][number::50] = -number
-        save_file(tensors, "new.safetensors")
-        ckpttool.delta(
-            "old.safetensors", "new.safetensors", f"bucket/deltas/step_{number:06d}.safetensors", layout="trl"
-        )
+        trl(Path(f"bucket/deltas/step_{number:06d}.safetensors"), number, old, tensors)
+    save_file(tensors, "new.safetensors")
     assert [(each.version, each.base) for each in versions.in_folder("bucket")] == [
         (0, None),
         (1, 0),
