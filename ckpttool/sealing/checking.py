@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from ..core.formats.safetensors import parse_object
 from ..core.remote.places import exists, is_plain, open_source_at
 from ..core.tensors.ref import DTYPES, DType, is_count
 from ..errors import Damaged, Unsupported
-from .seal import VERSION, Hashes, SealScope, named_tensors, resources
+from .covered import Hashes, SealScope, named_tensors
+from .seal import VERSION, resources
 
 HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -35,15 +37,22 @@ class SealedTensor:
     shape: tuple[int, ...]
     sha256: str
 
+    @classmethod
+    def parse(cls, said: dict[str, Any]) -> SealedTensor:
+        """Return what an entry says; raise an error of any kind for one that says nothing."""
+        if not all(map(is_count, shape := said["shape"])):
+            raise ValueError
+        return cls(DTYPES[said["dtype"]], tuple(shape), _sha256(said["sha256"]))
+
     def __str__(self) -> str:
         return f"{self.dtype.name} {[*self.shape]}"
 
 
 class ModelSeal:
-    """The seal of a model. As a context manager it hashes the model's tensors while they are read.
+    """The seal of a model.
 
     Attributes:
-        path: where it lies.
+        hashes: hashes the model's tensors while they are read.
         unread: files elsewhere of which only the tensors are compared, as no server tells their hash.
         covers: every byte was compared with the seal.
 
@@ -55,32 +64,26 @@ class ModelSeal:
     """
 
     def __init__(self, scope: SealScope, path: str) -> None:
-        self.path, self.unread, self.covers, self._is_beside = path, list[str](), False, path == scope.beside
+        self.unread, self.covers, self._is_beside = list[str](), False, path == scope.beside
         self._inside, self._outside = named_tensors(scope.checkpoint)
         tensors = [*self._inside.values(), *self._outside.values()]
         own = scope.own()
-        self._tensors, self._beside, self._files = _read(path, USUAL + FOR_EACH * (len(tensors) + len(own)))
+        most = USUAL + FOR_EACH * (len(tensors) + len(own))
+        self._tensors, self._outside_sealed, self._files = _read(path, most)
         if not self._is_beside and self._files.keys() - own and self._files.keys() & own:
             scope = SealScope(scope.checkpoint, scope.home)  # of all in the folder
-        self._scope, self._hashes = scope, Hashes(tensors)
-
-    def __enter__(self) -> ModelSeal:
-        self._hashes.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hashes.__exit__()
+        self._scope, self.hashes = scope, Hashes(tensors)
 
     def mismatches(self, progress: Progress | None = None) -> Iterator[Mismatch]:
         """Yield what is not as it was sealed; what was not read before is read now."""
-        of_view = self._hashes.digests(progress)
+        of_view = self.hashes.of_views(progress)
         here, outside = (
             {name: SealedTensor(each.dtype, each.shape, of_view[each.view]) for name, each in tensors.items()}
             for tensors in (self._inside, self._outside)
         )
-        changed = [*_changed(here, self._tensors)]
-        both = self._beside.keys() & outside.keys()  # another format may lack an optimizer
-        changed += _changed({n: outside[n] for n in both}, {n: self._beside[n] for n in both})
+        both = self._outside_sealed.keys() & outside.keys()  # another format may lack an optimizer
+        sealed = {name: self._outside_sealed[name] for name in both}
+        changed = [*_changed(here, self._tensors), *_changed({n: outside[n] for n in both}, sealed)]
         yield from changed
         kept = "" if changed else ", though its tensors are"
         yield from ((name, what + kept * (what == ANOTHER)) for name, what in self._of_files(progress))
@@ -142,10 +145,6 @@ def _changed(here: Mapping[str, SealedTensor], there: Mapping[str, SealedTensor]
 # ---- The file of a seal
 
 
-class BadSeal(ValueError):
-    """Something that no seal says; its text follows the word "it"."""
-
-
 def _read(path: str, most: int) -> tuple[dict[str, SealedTensor], dict[str, SealedTensor], dict[str, str]]:
     """Return what a seal says of tensors, of those outside of the state, and of files."""
     source = open_source_at(path)
@@ -156,44 +155,22 @@ def _read(path: str, most: int) -> tuple[dict[str, SealedTensor], dict[str, Seal
     version = said.get("seal")
     if type(version) is int and version > VERSION:
         raise Unsupported(path, f"is a seal of version {version}, and this reads {VERSION}")
-    try:
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
         tensors, outside = (
-            {name: _tensor(name, each) for name, each in _object(said.get(part, {})).items()}
+            {name: SealedTensor.parse(each) for name, each in said.get(part, {}).items()}
             for part in ("tensors", "outside")
         )
-        files = {name: _file(name, each) for name, each in _object(said.get("files")).items()}
-        stated = _object(_object(said.get("statement", {})).get("predicate", {}))
-    except BadSeal as fault:
-        raise Damaged(path, f"is no seal, or was changed: it {fault}", hint=hint) from None
-    digest = digest_of(tensors, {name: each.sha256 for name, each in tensors.items()})
-    holds = version == VERSION and version is not True and said.get("digest") == digest
-    if not holds or (stated and stated.get("resources") not in resources(files)):
-        raise Damaged(path, "is no seal, or was changed: what it says does not add up", hint=hint)
-    return tensors, outside, files
+        files = {name: _sha256(each) for name, each in said["files"].items()}
+        stated = said.get("statement", {}).get("predicate")
+        digest = digest_of(tensors, {name: each.sha256 for name, each in tensors.items()})
+        holds = type(version) is int and version == VERSION and said["digest"] == digest
+        holds &= not stated or stated["resources"] in resources(files)
+        if holds and all(is_plain("", name) for name in files):
+            return tensors, outside, files
+    raise Damaged(path, "is no seal, or was changed: what it says does not add up", hint=hint)
 
 
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadSeal("lacks something, or has it in another form")
+def _sha256(value: str) -> str:
+    if not HEX.fullmatch(value):
+        raise ValueError
     return value
-
-
-def _sha256(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not HEX.fullmatch(value):
-        raise BadSeal(f"has no SHA-256 of '{name[:80]}'")
-    return value
-
-
-def _file(name: str, value: Any) -> str:
-    if not is_plain("", name):
-        raise BadSeal(f"names a file outside of its folder: '{name[:80]}'")
-    return _sha256(name, value)
-
-
-def _tensor(name: str, value: Any) -> SealedTensor:
-    said = _object(value)
-    kind, shape = said.get("dtype"), said.get("shape")
-    dtype = DTYPES.get(kind) if isinstance(kind, str) else None
-    if dtype is None or not isinstance(shape, list) or not all(map(is_count, shape)):
-        raise BadSeal(f"has a malformed entry for '{name[:80]}'")
-    return SealedTensor(dtype, tuple(shape), _sha256(name, said.get("sha256")))

@@ -438,7 +438,10 @@ def verify(
             else None
         )
         expect(checkpoint.storages())
-        with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums, sealed or nullcontext():
+        with (
+            Checksums(checkpoint, checkpoint.storages(), every=True) as checksums,
+            sealed.hashes if sealed else nullcontext(),
+        ):
             differing = tensors_that_differ(checkpoint, verify=False)
             piece = hashing.PIECE if sealed else PIECE  # as one thread hashes them
             non_finite = dict(_non_finite(checkpoint, differing, piece, progress))

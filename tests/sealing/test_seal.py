@@ -362,13 +362,13 @@ def test_two_at_once_leave_one_whole_seal(model: Path) -> None:
 
 
 def test_a_model_that_changes_meanwhile_is_refused(model: Path, monkeypatch: MonkeyPatch) -> None:
-    digests = sealing.Hashes.digests
+    of_views = sealing.Hashes.of_views
 
     def slowly(hashes: sealing.Hashes, progress: Any = None) -> Any:
         os.utime(model, ns=(1, 1))
-        return digests(hashes, progress)
+        return of_views(hashes, progress)
 
-    monkeypatch.setattr(sealing.Hashes, "digests", slowly)
+    monkeypatch.setattr(sealing.Hashes, "of_views", slowly)
     with pytest.raises(Refused, match="was changed while it was read"):
         ckpttool.seal(model)
     assert os.listdir() == ["m.safetensors"]
