@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .core.formats.reading import open as open
     from .core.formats.saving import save as save
     from .core.tensors.ref import TensorRef as TensorRef
-    from .deltas.writing import apply as apply
+    from .deltas.applying import apply as apply
     from .deltas.writing import delta as delta
     from .diffing.compare import diff as diff
     from .disarming.disarm import disarm as disarm
@@ -93,7 +93,8 @@ else:
             "errors": "CkptToolError",
             "core.formats.reading": "open",
             "core.formats.saving": "save",
-            "deltas.writing": "apply delta",
+            "deltas.applying": "apply",
+            "deltas.writing": "delta",
             "ranks.splitting": "split",
             "models.treatment": "doctor",
             "models.reloading": "reload",

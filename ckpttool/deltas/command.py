@@ -127,7 +127,7 @@ def apply(job: options.WriteJob, to: str | None, full: bool, version: int | None
       ckpttool apply base.pt sync new.safetensors --version 1
     """
     from ..core import formats
-    from . import versions, writing
+    from . import applying, versions
 
     named = versions.expanded(job.inputs, version)
     is_alone = named == [*job.inputs]
@@ -141,7 +141,7 @@ def apply(job: options.WriteJob, to: str | None, full: bool, version: int | None
         if not deltas:  # a whole version
             return formats.open(base)
         with job.console.bar("checking") as bar:
-            return writing.apply(base, deltas, lazily=not job.dry_run or job.part is not None, **bar.calls)
+            return applying.apply(base, deltas, lazily=not job.dry_run or job.part is not None, **bar.calls)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         outcome = Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)

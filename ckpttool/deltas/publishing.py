@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.special_tensors import require_plain
 from ..core.files.commit import Spool, writing_into
 from ..core.files.copying import DryOutput, Output
 from ..core.files.threads import MOST_THREADS, Progress, cores, cut, map_pieces
@@ -23,7 +24,7 @@ from ..core.lazy import NDArray, np
 from ..core.remote.urls import is_url
 from ..core.system import join
 from ..core.tensors.ref import DTYPES, ByteRange, TensorRef
-from ..core.tensors.values import CHUNK, in_pieces
+from ..core.tensors.values import CHUNK, in_pieces, same_values
 from ..errors import Refused, UsageFault
 from . import differences, forms
 from .encoding import DeltaPair
@@ -75,6 +76,37 @@ class Publication:
         differences.require(path)
         forms.hashing(path, checksum := checksum or form.checksums[0])
         return cls(form, number, encoding or form.encodings[0], checksum)
+
+
+def alike(base: Checkpoint, newer: Checkpoint, where: str | None) -> dict[str, DeltaPair]:
+    """Return the tensors of both states in pairs; refuse what is no change of values alone."""
+    states = [checkpoint.state(where) for checkpoint in (base, newer)]
+    for checkpoint, state in zip((base, newer), states, strict=True):
+        require_plain(checkpoint.path, state.likes, "can't be patched")
+    old, new = (state.tensors for state in states)
+    for name in (*new, *old):
+        forms = [(each[name].dtype.name, each[name].shape) if name in each else None for each in (old, new)]
+        if forms[0] != forms[1]:
+            said = [f"{form[0]} {list(form[1])}" if form else "missing" for form in forms]
+            what = f"'{name[:80]}' is {said[1]}, and {said[0]} in {base.path}: a patch changes values alone"
+            raise Refused(newer.path, what, hint="leave out --as: our own form holds it")
+        if (kind := new[name].dtype).safetensors is None:
+            raise Refused(newer.path, f"'{name[:80]}' is {kind.name}, a type that safetensors lacks")
+    return {name: DeltaPair(name, new[name], old[name], name) for name in new}
+
+
+def each_once(base: Checkpoint, newer: Checkpoint, pairs: Mapping[str, DeltaPair]) -> dict[str, DeltaPair]:
+    """Return pairs without the other names of tensors, which no file of safetensors has.
+
+    Raises Refused where such a name is no longer one: there is no place for its values.
+    """
+    olds = {name: pair.base for name, pair in pairs.items() if pair.base is not None}
+    ties = safetensors.ties(olds, base.metadata)
+    for name, kept in ties.items():
+        if pairs[name].new.view != pairs[kept].new.view and not same_values(pairs[name].new, pairs[kept].new):
+            what = f"'{name[:80]}' is no longer another name of '{kept[:80]}', as in {base.path}"
+            raise Refused(newer.path, what, hint="leave out --as: our own form holds it")
+    return {name: pair for name, pair in pairs.items() if name not in ties}
 
 
 class _Packer:

@@ -52,7 +52,8 @@ def in_folder(folder: str) -> list[Version]:
         each = _looked_at(folder, name, sorted(found))
         if each and (each.version not in found or found[each.version].base is not None):
             found[each.version] = each
-    return [_judged(each, found) for _, each in sorted(found.items())]
+    problems = {number: _links(number, found)[1] for number in found}
+    return [replace(found[n], complete=not problems[n], problem=problems[n]) for n in sorted(found)]
 
 
 def holds_deltas(folder: str) -> bool:
@@ -118,26 +119,23 @@ def _looked_at(folder: str, name: str, before: list[int]) -> Version | None:
         return Version(number, None, 0, False, name, None, fault.reason)
 
 
-def _judged(each: Version, found: Mapping[int, Version]) -> Version:
-    """Return a version with what stands in its way."""
-    link, seen = each, set[int]()
-    while not link.problem and link.base is not None:
-        seen.add(link.version)
-        below = found.get(link.base)
-        if link.base in seen:
-            return _broken(each, f"version {link.version} is its own base, by way of others")
-        if below is None and link.base:
-            return _broken(each, f"version {link.base} is missing, which version {link.version} is made from")
-        if below is None:
-            return each  # version 0 is what the reader has
-        link = below
-    if not link.problem:
-        return each
-    return _broken(each, link.problem if link is each else f"version {link.version}: {link.problem}")
+def _links(version: int, found: Mapping[int, Version]) -> tuple[list[Version], str]:
+    """Return what a version is made of, itself first, and what stands in its way.
 
-
-def _broken(each: Version, why: str) -> Version:
-    return replace(each, complete=False, problem=why)
+    Version 0 may be missing: it is what the reader has.
+    """
+    links, seen = list[Version](), set[int]()
+    below: int | None = version
+    while below is not None and (each := found.get(below)):
+        if below in seen:
+            return links, f"version {links[-1].version} is its own base, by way of others"
+        links.append(each)
+        seen.add(below)
+        if each.problem:
+            return links, each.problem if below == version else f"version {below}: {each.problem}"
+        below = each.base
+    lacks = f"version {below} is missing, which version {links[-1].version} is made from"
+    return links, lacks if below else ""
 
 
 def chain_of(folder: str, version: int | None) -> tuple[list[str], bool]:
@@ -160,11 +158,8 @@ def chain_of(folder: str, version: int | None) -> tuple[list[str], bool]:
     each = found[version]
     if not each.complete:
         raise Unreadable(join(folder, each.name), f"can't be made: {each.problem}", hint=hint)
-    names = [each.name]
-    while each.base is not None and each.base in found:
-        each = found[each.base]
-        names.append(each.name)
-    return [join(folder, name) for name in reversed(names)], each.base is None
+    links, _ = _links(version, found)
+    return [join(folder, link.name) for link in reversed(links)], links[-1].base is None
 
 
 def before(file: Checkpoint) -> str | None:

@@ -6,15 +6,14 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.checkpoint import full
 from ..core.checkpoint.checkpoint import OF_TORCH, Checkpoint
-from ..core.checkpoint.checksums import Checksums, require_made, unmatched, with_parts
-from ..core.checkpoint.special_tensors import require_plain
+from ..core.checkpoint.checksums import Checksums, unmatched, with_parts
 from ..core.checkpoint.state import elsewhere
 from ..core.files.digest import digest, digest_of, tensor_digests
 from ..core.files.threads import Progress
@@ -22,21 +21,18 @@ from ..core.formats import safetensors
 from ..core.formats.destination import Saved, format_of_name
 from ..core.formats.output import OutputPlace
 from ..core.formats.reading import File, open_alone, opened
-from ..core.formats.reading import open as open_any
 from ..core.formats.saving import save
 from ..core.formats.strangers import unwritable
 from ..core.inert_pickle.values import OrderedDict_
-from ..core.remote.places import visit
-from ..core.remote.urls import canonical, is_url, without_query
+from ..core.remote.urls import is_url, without_query
 from ..core.tensors.ref import Source, TensorRef
-from ..core.tensors.values import same_values
 from ..errors import Refused, UsageFault
-from . import differences, publishing, versions
+from . import differences, publishing
 from .encoding import INT32, DeltaPair, Encoded, Encoder
-from .forms import FORMS, WRITTEN, number_in
-from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Header, digest_of_tree, read_header
+from .forms import FORMS, WRITTEN
+from .header import ENTRY, NEW, SAME, SPARSE, TREE, XOR, Base, Header, digest_of_tree
 from .publishing import Publication
-from .reading import LONGEST, NAME, DeltaLink, base_tensors, joined, wrong_base
+from .reading import NAME, DeltaLink, base_tensors, joined
 
 VLLM = "vllm"
 FALSE = "does not make the newer checkpoint: report this, with both files"
@@ -195,16 +191,15 @@ def _delta(job: _Job) -> _Made:
     pairs = {name: _pair(name, tensor, of_base, own, prefix) for name, tensor in flat.tensors.items()}
     made = _encoded(job, pairs, frozenset(ways))
     values = {name: entry.digest for name, entry in made.entries.items()}
-    digest = _digest_of_state(new, flat.tensors, values, job.progress)
-    own_name = "" if base.path == "-" else _name_of(base)
-    beside = own_name if job.base_name is None else job.base_name
-    older, tree = Base(beside, prefix), digest_of_tree(flat.text)
+    digest = digest_of_state(new, flat.tensors, values, job.progress)
+    older = Base(_name_of(base) if job.base_name is None else job.base_name, prefix)
+    tree = digest_of_tree(flat.text)
     header = Header(older, digest, tree, new.full, dict(new.metadata), made.entries)
     texts = {ENTRY: header.to_text(), TREE: flat.text}
     return _file(new.source, made, texts, digest)
 
 
-def _digest_of_state(
+def digest_of_state(
     checkpoint: Checkpoint,
     storages: Mapping[str, TensorRef],
     values: Mapping[str, str],
@@ -214,54 +209,25 @@ def _digest_of_state(
 
     `storages` are its storages as tensors, whose digests are known by the same names and not read again.
     """
-    state = _state_of(checkpoint)
-    if state is None:
+    if (found := checkpoint.found_state()) is None:
+        return None
+    try:
+        state = with_parts(checkpoint.path, found)
+    except Refused:
         return None
     of_storage = {id(tensor.storage): values[name] for name, tensor in storages.items()}
-    wholes = {name: each for name, each in state.items() if _is_whole(each)}
-    known = {
-        name: of_storage[id(each.storage)] for name, each in wholes.items() if id(each.storage) in of_storage
-    }
-    others = {each.view: (name, each) for name, each in state.items() if name not in known}
-    read = tensor_digests(dict(others.values()), progress)
-    of_view = {state[name].view: value.decode() for name, value in read}
-    known |= {name: of_view[each.view] for name, each in state.items() if name not in known}
+    wholes = {name: id(each.storage) for name, each in state.items() if _is_whole(each)}
+    known = {name: of_storage[key] for name, key in wholes.items() if key in of_storage}
+    others = {name: each for name, each in state.items() if name not in known}
+    known |= {name: value.decode() for name, value in tensor_digests(others, progress)}
     return digest_of(state, known)
 
 
-def false_digests(made: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, str]]:
-    """Yield the tensors of which a delta states another digest than they have, and how that is said.
-
-    Last comes the state of the model, if its digest is another.
-    """
-    source = made.shards[-1]
-    flat = full.encode_entry(made.path, made.tree, made.protocol)
-    file = safetensors.read(source) if safetensors.sniff(source.read(0, min(9, source.size))) else None
-    if file is None or ENTRY not in file.metadata or file.format in FORMS:
-        dict(tensor_digests(flat.tensors, progress))  # raises what is wrong
-        return
-    header = read_header(file)
-    values = {name: value.decode() for name, value in tensor_digests(flat.tensors, progress)}
-    for name, entry in header.tensors.items():
-        if values.get(name) != entry.digest:
-            yield name, f"its bytes do not match their digest (in {source.path})"
-    found = made.found_state()
-    if header.digest not in (None, _digest_of_state(made, flat.tensors, values, progress)):
-        yield found.where if found else "", f"has another digest than {source.path} states"
-
-
-def _state_of(checkpoint: Checkpoint) -> Mapping[str, TensorRef] | None:
-    if (state := checkpoint.found_state()) is None:
-        return None
-    try:
-        return with_parts(checkpoint.path, state)
-    except Refused:
-        return None
-
-
 def _name_of(base: Checkpoint) -> str:
-    """Return the name that a base has in its folder: of a chain that of the last delta."""
+    """Return the name that a base has in its folder, of a chain that of the last delta; "" for stdin."""
     place = base.shards[-1].place if base.format == NAME else base.path
+    if place == "-":
+        return ""
     return os.path.basename(without_query(place).rstrip("/") if is_url(place) else os.path.abspath(place))
 
 
@@ -275,42 +241,9 @@ def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str,
     return DeltaPair(name, new)
 
 
-def _alike(job: _Job, where: str | None) -> dict[str, DeltaPair]:
-    """Return the tensors of both states in pairs; refuse what is no change of values alone."""
-    states = [checkpoint.state(where) for checkpoint in (job.base, job.new)]
-    for checkpoint, state in zip((job.base, job.new), states, strict=True):
-        require_plain(checkpoint.path, state.likes, "can't be patched")
-    old, new = (state.tensors for state in states)
-    for name in (*new, *old):
-        forms = [(each[name].dtype.name, each[name].shape) if name in each else None for each in (old, new)]
-        if forms[0] != forms[1]:
-            said = [f"{form[0]} {list(form[1])}" if form else "missing" for form in forms]
-            what = (
-                f"'{name[:80]}' is {said[1]}, and {said[0]} in {job.base.path}: a patch changes values alone"
-            )
-            raise Refused(job.new.path, what, hint="leave out --as: our own form holds it")
-        if (kind := new[name].dtype).safetensors is None:
-            raise Refused(job.new.path, f"'{name[:80]}' is {kind.name}, a type that safetensors lacks")
-    return {name: DeltaPair(name, new[name], old[name], name) for name in new}
-
-
-def _once(job: _Job, pairs: Mapping[str, DeltaPair]) -> dict[str, DeltaPair]:
-    """Return pairs without the other names of tensors, which no file of safetensors has.
-
-    Raises Refused where such a name is no longer one: there is no place for its values.
-    """
-    olds = {name: pair.base for name, pair in pairs.items() if pair.base is not None}
-    ties = safetensors.ties(olds, job.base.metadata)
-    for name, kept in ties.items():
-        if pairs[name].new.view != pairs[kept].new.view and not same_values(pairs[name].new, pairs[kept].new):
-            what = f"'{name[:80]}' is no longer another name of '{kept[:80]}', as in {job.base.path}"
-            raise Refused(job.new.path, what, hint="leave out --as: our own form holds it")
-    return {name: pair for name, pair in pairs.items() if name not in ties}
-
-
 def _patch(job: _Job, where: str | None) -> _Made:
     """Make a file for vLLM's patches: flat places as int32 and the values there."""
-    pairs = _alike(job, where)
+    pairs = publishing.alike(job.base, job.new, where)
     for name, pair in pairs.items():
         if pair.new.numel > INT32:
             raise Refused(job.new.path, f"'{name[:80]}' has places that int32 can't name")
@@ -322,7 +255,7 @@ def _patch(job: _Job, where: str | None) -> _Made:
 
 def _frames(job: _Job, where: str | None, form: Publication) -> _Made:
     """Make the files of another program's form."""
-    pairs = _once(job, _alike(job, where))
+    pairs = publishing.each_once(job.base, job.new, publishing.alike(job.base, job.new, where))
     with Checksums(job.base, job.base.storages() if job.compares else ()) as of_base:
         with Checksums(job.new, job.new.storages() if job.compares else ()) as of_new:
             contents = publishing.of_frames(form, job.path, pairs, job.progress)
@@ -384,83 +317,3 @@ def _require_same(job: _Job, path: str, where: str | None) -> None:
                 is_same = not checksums.damaged(job.progress)
         if not is_same:
             raise Refused(path, FALSE)
-
-
-# ---- Deltas applied to a base: nothing counts before the base, and what comes of it, are what they
-# state.
-
-
-Path = str | os.PathLike[str]
-
-
-def apply(
-    base: Path,
-    deltas: Sequence[Path] = (),
-    *,
-    version: int | None = None,
-    lazily: bool = False,
-    progress: Progress | None = None,
-    expect: Progress | None = None,
-) -> Checkpoint:
-    """Return a base with deltas applied to it, checked: save it, or read it, while it is open.
-
-    `ckpttool.open("BASE+DELTA")` is the same without the digests: there the checksums of what is read are
-    compared when it is read.
-
-    Args:
-        base: the checkpoint that the first delta was made from, in any format; or a folder of versions.
-        deltas: files of `ckpttool.delta`, in the order in which they were made; or a folder of versions.
-        version: which one of that folder; the newest when None.
-        lazily: compare the base now, and the digest of what comes of it in the pass that saves it, which
-            raises Damaged before it counts. Otherwise both are compared now, and the second again when it is
-            saved.
-        progress: called with the number of bytes after each piece that is read, or made.
-        expect: called first, with the number of bytes that progress will come to.
-
-    Raises:
-        Refused: the base is not what the first delta was made from; or a file is no delta, or one of
-            something else.
-        Damaged: what comes of them is not what the last delta was made from; or a delta breaks the rules.
-        UsageFault: there are no deltas, or more than 64.
-        Unreadable, Unsupported: as `ckpttool.open` raises them; Unsupported also where zstd is missing.
-            Unreadable also where a version is missing, or can't be read, that another is made from.
-
-    Example:
-        >>> made = ckpttool.delta("model.safetensors", "tuned.safetensors", "step.delta.safetensors")
-        >>> with ckpttool.apply("model.safetensors", ["step.delta.safetensors"]) as newer:
-        ...     ckpttool.digest(newer) == ckpttool.digest("tuned.safetensors")
-        True
-    """
-    given = [canonical(os.fspath(path)) for path in (base, *deltas)]
-    base, *names = versions.expanded(given, version)
-    if not names and [base] != given:
-        return open_any(base)
-    if not 0 < len(names) <= LONGEST:
-        raise UsageFault(f"{len(names)} deltas were given", hint=f"name from 1 to {LONGEST}")
-    with visit():
-        first = open_any(base)
-        files = [open_alone(name) for name in names]
-    links = [DeltaLink(first, version=number_in(first.path, names[0]))]
-    for file in files:
-        links.append(joined(links[-1], file, digests=file is files[-1]))
-    source = files[-1].source.called("+".join([first.path, *names]))
-    sources = (*first.sources, *(file.source for file in files))
-    made = replace(links[-1].checkpoint, source=source, shards=sources)
-    require_made(made.storages())
-    taken = {id(storage): storage.nbytes for _, storage in links[1].taken}
-    wholes = {} if lazily else {id(storage): storage.nbytes for _, storage in made.storages()}
-    if expect is not None:
-        expect(sum(taken.values()) + sum(wholes.values()))
-    with Checksums(first, links[1].taken) as of_base:
-        for name, _ in of_base.damaged(progress):
-            raise wrong_base(
-                first.path, files[0].path, read_header(files[0]), f"'{name[:80]}' has other values"
-            )
-    for _, storage in links[1].taken:
-        storage.crc32 = None  # not to be summed again: what comes of it has a digest
-    if not lazily:
-        with Checksums(made, made.storages()) as of_made:
-            of_made.finish(progress)
-        if any(file.format in FORMS for file in files):  # which compare values while they are made
-            dict(tensor_digests(dict(made.tensors()), None))
-    return made

@@ -460,7 +460,7 @@ def verify(
         problems += _left_empty(checkpoint)
         problems += [FileProblem("seal", *found) for found in (sealed.mismatches(progress) if sealed else ())]
         if checkpoint.format == "delta":
-            false = need("deltas.writing").false_digests(checkpoint, progress)
+            false = need("deltas.applying").false_digests(checkpoint, progress)
             known = {problem.name for problem in problems}
             problems += [FileProblem("checksum", name, what) for name, what in false if name not in known]
         if (lora := find("lora.adapter")) is not None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.core.words import show_bytes
-from ckpttool.deltas import differences, reading, writing
+from ckpttool.deltas import applying, differences, reading
 from ckpttool.deltas.differences import UNSIGNED, BadDifference, few_places, largest, packable, unpack
 from ckpttool.deltas.header import BLOCK
 from ckpttool.errors import Damaged, Refused, Unreadable, Unsupported, UsageFault
@@ -494,7 +494,7 @@ def test_a_base_in_another_folder_is_not_followed(chain: list[str], name: str) -
 def test_a_chain_has_an_end(chain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert reading.LONGEST == 64
     monkeypatch.setattr(reading, "LONGEST", 2)
-    monkeypatch.setattr(writing, "LONGEST", 2)
+    monkeypatch.setattr(applying, "LONGEST", 2)
     ckpttool.open("d2.safetensors").close()
     with pytest.raises(Unreadable, match="has too many deltas below"):
         ckpttool.open("d3.safetensors")
