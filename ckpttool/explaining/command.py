@@ -23,7 +23,7 @@ HINT = "why a checkpoint does not load into a model: ckpttool doctor FILE --mode
 
 
 def _printed() -> Fields:
-    from .flight_recorder import Stall
+    from .stalls import Stall
 
     one = fields_like(Stall, maybe=("ranks", "waiting", "is_root"))
     return {**one, "also": ([one], "the others that were found, causes first")}
@@ -48,12 +48,12 @@ def explain(console: Console, files: tuple[str, ...]) -> int:
       ckpttool explain error.log
       ckpttool explain fr_trace_rank*
     """
-    from . import flight_recorder, messages
+    from . import flight_recorder, messages, stalls
 
     found: Sequence[Explanation]
     if any(flight_recorder.is_dump(path) for path in files if path != "-"):
         dumps, missing = flight_recorder.read_dumps(flight_recorder.paths_of(files))
-        found = flight_recorder.stalls(dumps, missing)
+        found = stalls.stalls(dumps, missing)
         unknown = f"no rank waits for another, by the dumps of {counted(len(dumps), 'rank')}"
     else:
         found = messages.explain(*map(_blocks, files or ("-",)))

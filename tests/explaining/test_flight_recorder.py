@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch.distributed.flight_recorder.components.builder import build_db
 
 from ckpttool.errors import CkptToolError
-from ckpttool.explaining.flight_recorder import Stall, read_dump, read_dumps, stalls
+from ckpttool.explaining.flight_recorder import read_dump, read_dumps
+from ckpttool.explaining.stalls import Stall, stalls
 from tests.ranks.forked import WarmPython
 from tests.support.recorder_dumps import RecordedProgram, programs, write_dumps
 from tests.support.running import Cli
