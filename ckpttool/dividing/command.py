@@ -38,14 +38,14 @@ def finish(console: Console, out: str) -> int:
       ckpttool finish model.safetensors
     """
     from ..core.cli.program import run
-    from ..core.files import parts
+    from ..core.files import meeting, parts
     from ..core.remote.uploaded_parts import meeting_at
     from ..errors import UsageFault
 
     result = os.path.join(out, parts.RESULT)  # of parts that only read
-    is_reading = os.path.isdir(parts.folder_of(result)) or (os.path.isdir(out) and not os.listdir(out))
+    is_reading = os.path.isdir(meeting.folder_of(result)) or (os.path.isdir(out) and not os.listdir(out))
     place = result if is_reading else out
-    words = parts.plan_of(place, meeting_at(place)).get(parts.WORDS)
+    words = meeting.plan_of(place, meeting_at(place)).get(parts.WORDS)
     if not words or any(str(word).startswith("--model") for word in words):  # code that only the user names
         what = f"{out}: its plan does not say the command, as of one with a secret or with --model"
         raise UsageFault(what, hint=f"run the command of the parts again with --part {parts.FINISH}")

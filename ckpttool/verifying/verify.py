@@ -432,11 +432,8 @@ def verify(
         if (ranks := checkpoint.ranks) is not None:
             require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
         sealing = find("sealing.checking")
-        sealed = (
-            sealing.seal_of(checkpoint, None if seal is None else canonical(os.fspath(seal)))
-            if sealing
-            else None
-        )
+        place = None if seal is None else canonical(os.fspath(seal))
+        sealed = sealing.seal_of(checkpoint, place) if sealing else None
         expect(checkpoint.storages())
         with (
             Checksums(checkpoint, checkpoint.storages(), every=True) as checksums,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.core.files import copying, parts
+from ckpttool.core.files import copying, meeting, parts
 from tests.support.range_server import RangeServer
 from tests.support.running import Cli, assert_says
 from tests.support.writing_jobs import (
@@ -351,7 +351,7 @@ HARMS: dict[str, Callable[[Path], None]] = {
     "no staged output": lambda there: (there / parts.STAGED).unlink(),
     "a record cut short": lambda there: (there / "1-of-2.json").write_text('{"files"'),
     "a record of nothing": lambda there: without_files(there / "1-of-2.json"),
-    "a plan that is none": lambda there: (there / parts.PLAN).write_text("[]"),
+    "a plan that is none": lambda there: (there / meeting.PLAN).write_text("[]"),
 }
 
 
@@ -360,7 +360,7 @@ def test_a_place_that_was_tampered_with_is_no_output(
     harm: Callable[[Path], None], folders: tuple[Path, Path], cli: Cli
 ) -> None:
     assert run(cli, JOBS["cast"], folders[1], "--part", "1/2").code == 0
-    harm(Path(parts.folder_of(str(folders[1] / "out.safetensors"))))
+    harm(Path(meeting.folder_of(str(folders[1] / "out.safetensors"))))
     ran = run(cli, JOBS["cast"], folders[1], "--part", "2/2")
     assert ran.code in (2, 3) and "rm -r" in ran.err, ran
     assert not (folders[1] / "out.safetensors").exists()
@@ -373,7 +373,7 @@ def test_a_staged_output_that_was_changed_is_begun_again(folders: tuple[Path, Pa
     alone, divided = folders
     assert run(cli, JOBS["cast"], alone).code == 0
     assert run(cli, JOBS["cast"], divided, "--part", "1/2").code == 0
-    staged = Path(parts.folder_of(str(divided / "out.safetensors"))) / parts.STAGED
+    staged = Path(meeting.folder_of(str(divided / "out.safetensors"))) / parts.STAGED
     with staged.open("r+b") as file:
         file.seek(20_000)
         file.write(b"other")
@@ -394,7 +394,7 @@ def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], c
     assert_says(cli("finish", out), 1, f"error: {out}: lacks part 1/3, 3/3", "--part 1/3")
     assert run(cli, JOBS["cast to .pt"], divided, "--part", "1/3").code == 0
     with pytest.MonkeyPatch.context() as patch:  # the last part ends before it can finish
-        patch.setattr(parts.OutputParts, "waiting", lambda _: [1])
+        patch.setattr(parts.OutputParts, "waiting", lambda _: [parts.OutputPart(1, 2)])
         assert run(cli, JOBS["cast to .pt"], divided, "--part", "3/3").code == 0
     assert not out.exists()
     assert cli("finish", out, "--json").json["output"] == str(out)
@@ -406,7 +406,7 @@ def test_finish_believes_no_plan_that_was_tampered_with(folders: tuple[Path, Pat
     out = folders[1] / "out.pt"
     Path("evil.py").write_text("open('ran', 'w')\ndef net(): ...\n")
     assert run(cli, JOBS["cast to .pt"], folders[1], "--part", "1/2").code == 0
-    place = Path(parts.folder_of(str(out))) / parts.PLAN
+    place = Path(meeting.folder_of(str(out))) / meeting.PLAN
     for model in (["--model", "evil.py:net"], ["--model=evil.py:net"]):
         words = ["optimizer", "net.pt", str(out), "--to", "names", *model]
         place.write_text(json.dumps({**json.loads(place.read_text()), "words": words}))
@@ -423,7 +423,7 @@ def test_a_part_written_again_reads_nothing(folders: tuple[Path, Path], cli: Cli
     words = ["strip-prefix", "in.pt", divided / "out.pt", "--part"]
     for part in ("1/2", "1/2"):
         assert cli(*words, part).code == 0
-    record = Path(parts.folder_of(str(divided / "out.pt"))) / "1-of-2.json"
+    record = Path(meeting.folder_of(str(divided / "out.pt"))) / "1-of-2.json"
     written = record.stat().st_mtime_ns
     assert cli(*words, "1/2").code == 0 and record.stat().st_mtime_ns == written
     assert cli(*words, "2/2").code == 0
@@ -507,7 +507,7 @@ def test_a_part_that_outlives_its_place_does_not_count_in_the_next(
     def late(part: parts.OutputParts, *, done: bool = False) -> None:
         monkeypatch.undo()
         monkeypatch.chdir(alone.parent)
-        shutil.rmtree(parts.folder_of(str(divided / "out.safetensors")))
+        shutil.rmtree(meeting.folder_of(str(divided / "out.safetensors")))
         monkeypatch.chdir(here)
         assert run(cli, JOBS["cast"], divided, "--part", "2/2").code == 0
         note(part, done=done)

@@ -17,6 +17,7 @@ import torch
 
 import ckpttool
 from ckpttool.core.files import copying
+from ckpttool.core.files.parts import OutputPart
 from ckpttool.core.remote import multipart
 from ckpttool.core.remote.uploaded_parts import MeetingBucket, UploadedParts
 from tests.core.remote.conftest import cache, s3
@@ -196,7 +197,7 @@ def test_a_part_that_is_missing_is_named_by_finish(
     assert_says(cli("finish", out), 1, f"error: {out}: lacks part 1/3, 3/3", "--part 1/3")
     assert run(cli, words, store.url, "--part", "1/3").code == 0
     with pytest.MonkeyPatch.context() as patch:  # the last part ends before it can finish
-        patch.setattr(UploadedParts, "waiting", lambda _: [1])
+        patch.setattr(UploadedParts, "waiting", lambda _: [OutputPart(1, 2)])
         assert run(cli, words, store.url, "--part", "3/3").code == 0
     assert not store.outputs()
     assert cli("finish", out, "--json").json["output"] == out

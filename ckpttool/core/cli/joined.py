@@ -138,7 +138,7 @@ def _read(findings: Findings, console: Console, run: Run, given: Mapping[str, An
     """Do what falls to this part. What it would print is of no use: it lacks what the others find."""
     more = {"html": None} if "html" in given else {}
     try:
-        with _silently():
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             run(console=replace(console, quiet=True), **{**given, **more})
     except CkptToolError as error:
         # What is wrong with the input, whoever joins says, in the order of the whole.
@@ -157,20 +157,20 @@ def _join(findings: Findings, console: Console, run: Run, given: Mapping[str, An
     """Print the result, if all parts are done; else which are not."""
     parts = findings.parts
     waiting = [] if parts.is_finished else parts.waiting()
-    each = [f"{number}/{parts.part.count}" for number in waiting]
     if waiting and not parts.part.number:
-        hint = f"run its command with --part {each[0]}"
-        raise PartMissing(folder, f"lacks part {first_few(each)}", hint=hint)
+        hint = f"run its command with --part {waiting[0]}"
+        raise PartMissing(folder, f"lacks part {first_few(waiting)}", hint=hint)
     if not (waiting or parts.is_finished):
         with parts.finishing() as is_mine:
             if is_mine:
-                with findings.joining(), _forgotten(parts):
+                findings.join()
+                with _forgotten(parts):
                     return run(console=console, **given)
     if console.json:
-        console.result("", {"part": str(parts.part), "waiting": waiting})
+        console.result("", {"part": str(parts.part), "waiting": [each.number for each in waiting]})
     if findings.whole and console.verbose:
         console.note(f"{findings.whole} of its tensors and records are computed, and not divided")
-    those = f"part{'s' * (len(waiting) > 1)} {first_few(each)}"
+    those = f"part{'s' * (len(waiting) > 1)} {first_few(waiting)}"
     rest = f"still to come: {those}; the last one prints the result"
     console.note(f"did part {parts.part}; {rest if waiting else 'another process prints the result'}")
     return 0
@@ -186,9 +186,3 @@ def _forgotten(parts: OutputParts) -> Iterator[None]:
             parts.forget()
         raise
     parts.forget()
-
-
-@contextmanager
-def _silently() -> Iterator[None]:
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield

@@ -404,16 +404,6 @@ class WriteJob:
         names = ("state", "shard_size", "device", "verify", "force", "dry_run", "reflink")
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The command that finishes an output of parts; nothing where a URL in it may hold a secret."""
-        return words_of_parts()
-
-    @property
-    def recipe(self) -> str:
-        """The command, but for what does not change a byte of its output."""
-        return recipe_of_parts()
-
     def require_new_output(self, *, alone: bool = True) -> None:
         """Refuse an OUTPUT that may be the last of several INPUTs."""
         from .. import formats

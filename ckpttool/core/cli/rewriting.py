@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ...errors import UsageFault
 from ..words import first_few, noted
 from .console import Console, counted, printable, show_bytes
-from .options import WriteJob
+from .options import WriteJob, recipe_of_parts, words_of_parts
 from .reading import fields_of, note_fields, note_piece, note_state
 from .schemas import NAMES, Fields, fields_like
 
@@ -178,8 +178,8 @@ def rewrite(
 
     started, console = time.perf_counter(), job.console
     needed = job.inputs if job.inputs[1:] else ()  # what is made of one may take its place
-    of_job = {name: getattr(job, name) for name in ("resume", "part", "words", "recipe")}
-    choices = job.saving() | of_job | {"needed": needed} | choices
+    of_parts = {"part": job.part, "words": words_of_parts(), "recipe": recipe_of_parts()}
+    choices = job.saving() | of_parts | {"resume": job.resume, "needed": needed} | choices
     with opening() if opening else formats.open(job.input) as checkpoint:
         piece = None if opening else note_piece(console, job.input)
         to, full = choices.get("to"), choices.get("full")

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from operator import itemgetter
 from threading import Lock
@@ -102,13 +102,11 @@ class Findings:
         self.parts.note(done=done)
         self._sums = {} if done else self._sums
 
-    @contextmanager
-    def joining(self) -> Iterator[None]:
+    def join(self) -> None:
         """Take the findings of all parts."""
         self.joins, self._known, self._summed, self._sums = True, {}, [], {}
         for seen in self.parts.sums:
             self._take(seen)
-        yield
 
     # Work.
 

@@ -9,24 +9,20 @@ on the number of parts.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import shlex
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from ...errors import Damaged, Unreadable, UsageFault, already_exists
 from .. import system
 from .crc import Rows, rows_in
-from .resuming import OLD, PART, Attempt, Written, begin_of, temporary_name, write_record
+from .meeting import PLAN, Meeting, MeetingFolder, plan_of, record_in
+from .resuming import PART, Attempt, Written
 
-FOLDER = f"{PART}s"  # `.NAME.ckpttool.parts` holds what follows, and a record of each part
-STAGED, PLAN = f"staged{PART}", "plan.json"
+STAGED = f"staged{PART}"
 FINISH, COUNT = "finish", "number of parts"
 WORDS, BEGUN, UPLOADS = "words", "begun", "uploads"  # of a plan, that differ with who was the first
 RESULT = "result"  # what parts that only read have instead of an output, in the folder where they meet
@@ -63,104 +59,6 @@ class OutputPart:
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
-
-
-def folder_of(path: str) -> str:
-    """Return the folder where the parts of an output meet."""
-    target = system.real(path)
-    return os.path.join(os.path.dirname(target), f".{begin_of(target)}{FOLDER}")
-
-
-class Meeting(Protocol):
-    """Where the parts of an output meet, on whatever machines they are."""
-
-    shown: str
-    staging: str  # the folder of this machine where the output is staged
-
-    @property
-    def again(self) -> str:
-        """What to do so that all begins again."""
-
-    def read(self, name: str) -> bytes | None:
-        """Return what is there under a name; None where nothing is."""
-
-    def write(self, name: str, record: object, *, exclusive: bool = False) -> None:
-        """Put a record there, whole; an `exclusive` one only where nothing is."""
-
-    def is_in_place(self) -> bool:
-        """Return whether there is something under the output's name."""
-
-    def finishing(self) -> AbstractContextManager[bool]:
-        """Keep others from finishing meanwhile, as far as that can be; yield False where one already does."""
-
-    def remove(self) -> None:
-        """Remove all that is there, first what makes it the place of parts."""
-
-
-class MeetingFolder:
-    """A folder beside the output, which all processes see."""
-
-    def __init__(self, path: str) -> None:
-        self._target, self.shown = system.real(path), folder_of(path)
-        self.staging = self.shown
-
-    @property
-    def again(self) -> str:
-        return f"begin again: rm -r {shlex.quote(self.shown)}"
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            with open(os.path.join(self.shown, name), "rb") as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, record: object, *, exclusive: bool = False) -> None:
-        path = os.path.join(self.shown, name)
-        write_record(f"{path}.{os.urandom(6).hex()}", path, record, exclusive=exclusive)
-
-    def is_in_place(self) -> bool:
-        return os.path.lexists(self._target)
-
-    @contextlib.contextmanager
-    def finishing(self) -> Iterator[bool]:
-        try:
-            lock = system.lock_folder(self.shown)
-        except (BlockingIOError, FileNotFoundError):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            os.close(lock)
-
-    def remove(self) -> None:
-        """Remove the folder, in one step: a part that comes late finds all of it or nothing."""
-        gone = temporary_name(self._target, OLD)
-        with contextlib.suppress(OSError):
-            os.rename(self.shown, gone)
-            shutil.rmtree(gone, ignore_errors=True)
-
-
-def plan_of(path: str, meeting: Meeting) -> dict[str, Any]:
-    """Return the plan of an output that is being written in parts. Raises UsageFault where there is none."""
-    if (plan := _found(meeting, PLAN)) is None:
-        if meeting.is_in_place():
-            what = f"{path}: is in place, and no part of it is left to finish"
-            raise UsageFault(what, hint=f"read all of it: ckpttool verify {shlex.quote(path)}")
-        raise UsageFault(f"{path}: no part of it is here", hint="write its parts: --part 1/2, --part 2/2")
-    return plan
-
-
-def _found(meeting: Meeting, name: str) -> dict[str, Any] | None:
-    """Return a record; None where there is none."""
-    if (content := meeting.read(name)) is None:
-        return None
-    with contextlib.suppress(ValueError):
-        found = json.loads(content)
-        if isinstance(found, dict):
-            return found
-    raise Unreadable(os.path.join(meeting.shown, name), "is not the record of a part", hint=meeting.again)
 
 
 def _with_no_more(mode: int, fd: int) -> int:
@@ -226,9 +124,9 @@ class OutputParts(Attempt):
 
     def _agree(self, plan: Mapping[str, Any], words: Sequence[str]) -> None:
         """Note the plan if this is the first part; else compare it with the first one's."""
-        if (begun := _found(self._meeting, PLAN)) is None:
+        if (begun := record_in(self._meeting, PLAN)) is None:
             self._begin_plan({**plan, WORDS: words, BEGUN: os.urandom(8).hex()})
-            begun = _found(self._meeting, PLAN) or {}
+            begun = record_in(self._meeting, PLAN) or {}
         known = [what for what in {**begun, **plan} if what not in (WORDS, BEGUN, UPLOADS)]
         if differing := next((what for what in known if begun.get(what) != plan.get(what)), None):
             what = f"{self._path}: is being written in parts of another plan: the {differing} differs"
@@ -266,7 +164,7 @@ class OutputParts(Attempt):
 
     def _recorded(self, number: int) -> dict[str, Any] | None:
         """Return the record of a part; None where it has none, or one of before all was begun anew."""
-        found = _found(self._meeting, f"{number}-of-{self.part.count}.json")
+        found = record_in(self._meeting, f"{number}-of-{self.part.count}.json")
         is_mine = found and found.get("plan") == self._plan and isinstance(found.get("files"), dict)
         return found if is_mine else None
 
@@ -296,24 +194,19 @@ class OutputParts(Attempt):
     @property
     def is_finished(self) -> bool:
         """Whether another process has put the output in place, and taken the place of the parts away."""
-        return (_found(self._meeting, PLAN) or {}).get(BEGUN) != self._plan  # a late part begins another
+        return (record_in(self._meeting, PLAN) or {}).get(BEGUN) != self._plan  # a late part begins another
 
     @property
     def nbytes(self) -> int:
         """The bytes of this part that are on the disk."""
-        files = self._files.items() if self._files else ()
-        rows = [rows for _, written in files for rows in written.rows.values()]
-        rows += [
-            rows
-            for name, size in self._sizes.items()
-            if name not in self._files
-            for rows in rows_in(self._before.get(name), size).values()
-        ]
-        return sum(nbytes for each in rows for _, nbytes, _ in each)
+        before = {name: rows_in(self._before.get(name), size) for name, size in self._sizes.items()}
+        known = before | {name: written.rows for name, written in self._files.items()}
+        return sum(nbytes for rows in known.values() for each in rows.values() for _, nbytes, _ in each)
 
-    def waiting(self) -> list[int]:
-        """Return the numbers of the parts that are not written yet."""
-        return [n for n, record in enumerate(self._records(), 1) if not record or not record.get("done")]
+    def waiting(self) -> list[OutputPart]:
+        """Return the parts that are not written yet."""
+        left = [n for n, record in enumerate(self._records(), 1) if not record or not record.get("done")]
+        return [OutputPart(number, self.part.count) for number in left]
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[bool]:

@@ -209,12 +209,12 @@ class SavePlan:
                 return self._saved(parts.nbytes, part=str(part))
             waiting = parts.waiting()
             if waiting and not part.number:
-                listed = first_few([f"{number}/{parts.part.count}" for number in waiting])
-                hint = f"run its command with --part {waiting[0]}/{parts.part.count}"
-                raise PartMissing(self.place.url or self.path, f"lacks part {listed}", hint=hint)
+                hint = f"run its command with --part {waiting[0]}"
+                raise PartMissing(self.place.url or self.path, f"lacks part {first_few(waiting)}", hint=hint)
             with parts.finishing() if not waiting else nullcontext(False) as is_mine:
                 if not is_mine:
-                    return self._saved(parts.nbytes, part=str(parts.part), waiting=tuple(waiting))
+                    numbers = tuple(each.number for each in waiting)
+                    return self._saved(parts.nbytes, part=str(parts.part), waiting=numbers)
                 for seen in parts.sums:
                     checksums.take(seen)
                 saved = self._written(checksums, parts, values=values and not self.place.url)

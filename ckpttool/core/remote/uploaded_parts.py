@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ...errors import Damaged, OutputExists, Unreadable, UsageFault, already_exists
 from ..files.crc import Rows, crc32
-from ..files.parts import FOLDER, PLAN, UPLOADS, Meeting, MeetingFolder, OutputPart, OutputParts, folder_of
+from ..files.meeting import FOLDER, PLAN, Meeting, MeetingFolder, folder_of, record_in
+from ..files.parts import UPLOADS, OutputPart, OutputParts
 from ..files.resuming import Written, begin_of
 from ..files.threads import Progress, cut, in_order
 from ..system import pread
@@ -183,7 +184,7 @@ class UploadedParts(OutputParts):
         begin = [partial(self._multipart.begin, self._key(name)) for name in self._sizes]
         uploads = dict(zip(self._sizes, in_order(begin, AT_ONCE), strict=True))
         super()._begin_plan({**plan, UPLOADS: uploads})
-        if json.loads(self._bucket.read(PLAN) or b"{}").get(UPLOADS) != uploads:
+        if (record_in(self._bucket, PLAN) or {}).get(UPLOADS) != uploads:
             for name, upload in uploads.items():
                 self._multipart.abort(self._key(name), upload)
 
@@ -344,7 +345,7 @@ class UploadedParts(OutputParts):
 
     def _is_whole(self, name: str) -> bool:
         """Return whether an object is what the process that finishes has made of its parts."""
-        record = json.loads(self._meeting.read(WHOLE) or b"{}")
+        record = record_in(self._meeting, WHOLE) or {}
         etags = record.get(SENT, {}).get(name, {}) if record.get("plan") == self._plan else {}
         self._etags[name] |= {int(number): etag for number, etag in etags.items()}
         with contextlib.suppress(Missing, ValueError):

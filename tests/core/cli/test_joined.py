@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.core.checkpoint import checksums
 from ckpttool.core.files import copying, digest, findings, parts
+from ckpttool.core.files.meeting import PLAN, folder_of
 from ckpttool.diffing import compare_values
 from ckpttool.verifying import verify
 from tests.support.range_server import RangeServer
@@ -239,7 +240,7 @@ def test_a_part_asks_a_server_for_its_own_bytes_and_whoever_joins_for_few(
         words = words.format(server.url)
         alone = cli(*words.split(), "--json")
         with monkeypatch.context() as patch:  # the last part ends before it can join
-            patch.setattr(parts.OutputParts, "waiting", lambda self: [3])
+            patch.setattr(parts.OutputParts, "waiting", lambda self: [parts.OutputPart(3, 3)])
             for number in (1, 2, 3):
                 read.append(cli(*words.split(), "--part", f"{number}/3", *place).json["bytes_read"])
         ran = cli("finish", tmp_path / "meeting", "--json")
@@ -350,7 +351,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
         there, lambda seen: seen["found"].update({next(iter(seen["found"])): "00"})
     ),
     "a finding less": lambda there: changed(there, lambda seen: seen["found"].popitem()),
-    "a plan that is none": lambda there: (there / parts.PLAN).write_text("[]"),
+    "a plan that is none": lambda there: (there / PLAN).write_text("[]"),
 }
 
 
@@ -359,7 +360,7 @@ def test_a_record_that_was_tampered_with_is_none(
     harm: Callable[[Path], None], meeting: Path, cli: Cli
 ) -> None:
     assert cli("digest", "in.pt", *part(1, meeting)).code == 0
-    harm(Path(parts.folder_of(str(meeting / parts.RESULT))))
+    harm(Path(folder_of(str(meeting / parts.RESULT))))
     ran = cli("digest", "in.pt", *part(2, meeting))
     assert ran.code == 3 and ran.out == "" and "rm -r" in ran.err, ran
 
@@ -390,7 +391,7 @@ def test_a_part_that_is_missing_is_named_by_finish(meeting: Path, cli: Cli) -> N
     assert_says(cli("finish", meeting), 1, f"error: {meeting}: lacks part 1/3, 3/3", "--part 1/3")
     assert cli(*words, *part(1, meeting, 3)).code == 0
     with pytest.MonkeyPatch.context() as patch:  # the last part ends before it can join
-        patch.setattr(parts.OutputParts, "waiting", lambda _: [1])
+        patch.setattr(parts.OutputParts, "waiting", lambda _: [parts.OutputPart(1, 2)])
         assert cli(*words, *part(3, meeting, 3)).code == 0
     alone = cli(*words, "--json")
     ran = cli("finish", meeting, "--json")
