@@ -173,7 +173,7 @@ class Contents(NamedTuple):
 
     files: shards.Cut
     texts: Mapping[str, Mapping[str, str]]
-    index: Mapping[str, Any]
+    about: Mapping[str, Any]
 
     @property
     def keys(self) -> int:
@@ -206,10 +206,10 @@ def _manifest(
     for file, each in files.items():
         for name, payload in each.items():
             new = pairs[name].new
-            about = {"name": name, "dtype": new.dtype.name, "shape": new.shape, "checksum": sums[name]}
-            about |= {"checksum_algorithm": job.checksum, "payload_file": file, "payload_key": name}
+            entry = {"name": name, "dtype": new.dtype.name, "shape": new.shape, "checksum": sums[name]}
+            entry |= {"checksum_algorithm": job.checksum, "payload_file": file, "payload_key": name}
             sizes = {"uncompressed_num_bytes": new.nbytes, "compressed_num_bytes": payload.nbytes}
-            listed.append(about | sizes)
+            listed.append(entry | sizes)
     keys = ("uncompressed_num_bytes", "compressed_num_bytes")
     totals = {f"total_{key}": sum(each[key] for each in listed) for key in keys}
     said = {"version": job.version, "base_version": job.version - 1, "tensors": listed}
@@ -218,7 +218,7 @@ def _manifest(
 
 def written(job: Publication, place: OutputPlace, contents: Contents, *, dry_run: bool) -> Saved:
     """Write a folder in one of the forms; it takes its place at once, whole."""
-    text = json.dumps(contents.index, ensure_ascii=False).encode()
+    text = json.dumps(contents.about, ensure_ascii=False).encode()
 
     def write_file(name: str, tensors: Mapping[str, TensorRef], out: Output) -> None:
         safetensors.write(join(place.path, name), tensors, contents.texts.get(name, {}), out)

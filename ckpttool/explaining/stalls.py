@@ -137,12 +137,12 @@ class Judge:
                     break
             count = min(len(sent), len(received))
             rest = (call for call in (*sent[count:], *received[count:]) if not call.is_done)
-            if (call := next(rest, None)) and call.pair:
-                peer = call.pair[call.name == "send"]
-                wanted = "receive from" if call.name == "send" else "send to"
+            if (alone := next(rest, None)) and alone.pair:
+                peer = alone.pair[alone.name == "send"]
+                wanted = "receive from" if alone.name == "send" else "send to"
                 why = f": it {self.lost[peer]}" if peer in self.lost else ""
-                lines = [f"rank {peer} did not {wanted} rank {call.rank}, {call.tensors}{why}"]
-                yield self._blamed("missing-rank", lines, [peer], [call])
+                lines = [f"rank {peer} did not {wanted} rank {alone.rank}, {alone.tensors}{why}"]
+                yield self._blamed("missing-rank", lines, [peer], [alone])
 
     def _blamed(
         self, kind: str, lines: list[str], ranks: Sequence[int], waiting: Sequence[RecordedCall]
