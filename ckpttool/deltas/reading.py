@@ -232,8 +232,9 @@ def chained(name: str, first: Checkpoint, deltas: Sequence[str], open_file: Open
         Refused: a delta is of another base than what stands before it.
         Damaged, Unsupported: as `read_header` does, and as opening a base does.
     """
-    files = [*_with_bases(first, open_file)]
-    files = [*reversed(files), *map(open_file, versions.expanded(deltas))]
+    anchor, *names = versions.expanded(["", *deltas])  # a whole version takes the place of `first`
+    files = [open_file(anchor)] if anchor else [*_with_bases(first, open_file)][::-1]
+    files += map(open_file, names)
     if len(files) > LONGEST + 1:
         raise Unreadable(name, f"is a chain of more than {LONGEST} deltas", hint=_shorter(name))
     link = DeltaLink(files[0], version=forms.number_in(files[0].path, files[-1].path))

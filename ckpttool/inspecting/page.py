@@ -127,7 +127,7 @@ def _others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
             yield printable(name), _bookkeeping(name, rows)
             continue
         most = MAX_OTHERS if name in FIRST else room
-        most = len(rows) if everything or len(rows) == most + 1 else most
+        most = len(rows) if everything or len(rows) <= most + 2 else most
         yield from ((printable(row.name), value_in_words(row)) for row in rows[:most])
         if len(rows) > most:
             yield f"{printable(name)}.…", f"{len(rows) - most:,} more (-v)"

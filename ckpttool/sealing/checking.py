@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint
@@ -36,13 +36,16 @@ class SealedTensor:
     dtype: DType
     shape: tuple[int, ...]
     sha256: str
+    file: str | None = field(default=None, compare=False)  # that its values are in, where the seal says it
 
     @classmethod
     def parse(cls, said: dict[str, Any]) -> SealedTensor:
         """Return what an entry says; raise an error of any kind for one that says nothing."""
         if not all(map(is_count, shape := said["shape"])):
             raise ValueError
-        return cls(DTYPES[said["dtype"]], tuple(shape), _sha256(said["sha256"]))
+        place = said.get("place")
+        file = place[0] if isinstance(place, list) and place and isinstance(place[0], str) else None
+        return cls(DTYPES[said["dtype"]], tuple(shape), _sha256(said["sha256"]), file)
 
     def __str__(self) -> str:
         return f"{self.dtype.name} {[*self.shape]}"
@@ -83,10 +86,21 @@ class ModelSeal:
         )
         both = self._outside_sealed.keys() & outside.keys()  # another format may lack an optimizer
         sealed = {name: self._outside_sealed[name] for name in both}
-        changed = [*_changed(here, self._tensors), *_changed({n: outside[n] for n in both}, sealed)]
+        changed = [*_changed(here, self._due()), *_changed({n: outside[n] for n in both}, sealed)]
         yield from changed
-        kept = "" if changed else ", though its tensors are"
-        yield from ((name, what + kept * (what == ANOTHER)) for name, what in self._of_files(progress))
+        own = {} if changed else self._scope.own()
+        for name, what in self._of_files(progress):
+            yield name, f"{what}, though its tensors are" if what == ANOTHER and name in own else what
+
+    def _due(self) -> dict[str, SealedTensor]:
+        """Return the sealed tensors that are to be here: of one shard not those of the others."""
+        own, sealed = self._scope.own().keys(), self._tensors
+        if folder_of(self._scope.checkpoint) is not None or not own <= self._files.keys():
+            return sealed
+        others = self._files.keys() - own
+        return {
+            name: each for name, each in sealed.items() if name in self._inside or each.file not in others
+        }
 
     def _of_files(self, progress: Progress | None) -> Iterator[Mismatch]:
         """Yield what is wrong with files; nothing of another form of the model, which has other files."""

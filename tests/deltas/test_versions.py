@@ -84,12 +84,18 @@ def test_an_anchor_takes_the_place_of_the_base(here: Path, cli: Cli) -> None:
             assert is_version(made, number)
         with ckpttool.open(f"sync/weight_v{number:06d}") as made:
             assert is_version(made, number)
+    with ckpttool.open("whole/0.safetensors+sync") as made:
+        assert is_version(made, 5)
     with pytest.raises(Unreadable, match="does not lie beside it"):
         ckpttool.apply("sync", version=2)
     assert cli("apply", "sync", "out.safetensors").code == 0
     assert ckpttool.digest("out.safetensors") == ckpttool.digest("whole/5.safetensors")
     assert cli("apply", "sync", "anchor.safetensors", "--version", "3").code == 0
     assert ckpttool.digest("anchor.safetensors") == ckpttool.digest("whole/3.safetensors")
+    shutil.rmtree("sync/weight_v000004")
+    shutil.rmtree("sync/weight_v000005")
+    with ckpttool.open("whole/0.safetensors+sync") as made:
+        assert is_version(made, 3)
 
 
 def test_steps_that_are_not_in_a_row(here: Path) -> None:

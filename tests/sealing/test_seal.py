@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from pytest import MonkeyPatch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.core import system
@@ -213,7 +213,7 @@ def test_files_of_a_folder(folder: Path) -> None:
     (folder / "run.py").write_text("")
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text() + " ")
-    other = "is not the file that was sealed, though its tensors are"
+    other = "is not the file that was sealed"
     assert sorted(kinds(folder)) == [
         ("below/vocab.txt", other),
         ("config.json", "is sealed, and is not here"),
@@ -229,6 +229,17 @@ def test_the_seal_of_a_folder_counts_for_a_file_in_it(here: Path) -> None:
     assert kinds("d") == kinds("d/model.safetensors") == []
     (here / "d/more.txt").write_text("")
     assert kinds("d/model.safetensors") == [("more.txt", "is not sealed")]
+
+
+def test_a_shard_has_its_own_tensors_of_the_folders_seal(folder: Path) -> None:
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert [kinds(shard) for shard in shards] == [[]] * len(shards)
+    state = {name: tensor.clone() for name, tensor in load_file(shards[0]).items()}
+    gone, _ = state.popitem()
+    save_file(state, shards[0], metadata={"format": "pt"})
+    found = kinds(shards[0])
+    assert (gone, "is sealed, and is not here") in found
+    assert {name for name, _ in found} == {gone, shards[0].name}
 
 
 def test_another_format_of_the_model_is_known_by_its_tensors(here: Path, cli: Cli) -> None:
@@ -453,7 +464,7 @@ def test_model_signing_verifies_what_the_page_signs(folder: Path, here: Path) ->
     (here / "both.py").write_text(f"{next(lines('python'))}{TWICE.format(words)}")
     ran = subprocess.run([sys.executable, "both.py"], capture_output=True, text=True)
     assert [line for line in ran.stdout.splitlines() if line in ("True", "False")] == ["True"] * 2, ran.stderr
-    assert kinds(folder) == [("config.json", "is not the file that was sealed, though its tensors are")]
+    assert kinds(folder) == [("config.json", "is not the file that was sealed")]
 
 
 TWICE = """
