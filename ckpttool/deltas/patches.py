@@ -166,7 +166,7 @@ class Rewritten:
 
 def _require_same(kind: str, found: object, stated: object) -> None:
     if found != stated:
-        raise BadFrame(f"makes bytes of another checksum ({kind})")
+        raise BadFrame(f"comes out with another checksum ({kind}) than is stated")
 
 
 def _xored(of: Rewritten) -> Pieces:

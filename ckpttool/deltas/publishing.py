@@ -68,7 +68,7 @@ class Publication:
         number = forms.number_in(path)
         if not number or path == "-" or is_url(path):
             what = f"{path}: the name of a delta in the form {layout} ends with its version"
-            raise UsageFault(what, hint=f"name it as {form.called} is, on this machine; the first is 1")
+            raise UsageFault(what, hint=f"such as {form.called} on this machine; the first version is 1")
         before = forms.number_in(base.path.rpartition("+")[2], path)
         if before not in (None, number - 1):
             what = f"{path}: its base would be version {number - 1}, and {base.path} is version {before}"

@@ -298,7 +298,8 @@ def joined(below: DeltaLink, file: Checkpoint, *, digests: bool = False) -> Delt
         Damaged, Unsupported: as `read_header` does.
     """
     if not is_delta(file):
-        hint = f"name what is to become of the two: ckpttool diff, merge or average ({file.path[:80]})"
+        two = f"{shlex.quote(below.checkpoint.path)} {shlex.quote(file.path)}"
+        hint = f"only deltas stand behind a +; to compare the two: ckpttool diff {two}"
         raise Refused(file.path, f"is no delta: its header has no entry '{ENTRY}'", hint=hint)
     if file.format in forms.FORMS:
         patch = forms.patch_of(file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +14,8 @@ from ..core.cli import options
 from ..core.cli.console import Console, counted, printable
 from ..core.cli.reading import fields_of
 from ..core.cli.schemas import Fields, fields_like
+from ..core.remote.urls import is_url
+from ..core.words import in_short
 from ..errors import UsageFault
 
 if TYPE_CHECKING:
@@ -51,20 +55,29 @@ def explain(console: Console, files: tuple[str, ...]) -> int:
     from . import flight_recorder, messages, stalls
 
     found: Sequence[Explanation]
+    _require_files(files)
     if any(flight_recorder.is_dump(path) for path in files if path != "-"):
         dumps, missing = flight_recorder.read_dumps(flight_recorder.paths_of(files))
         found = stalls.stalls(dumps, missing)
         unknown = f"no rank waits for another, by the dumps of {counted(len(dumps), 'rank')}"
     else:
         found = messages.explain(*map(_blocks, files or ("-",)))
-        unknown = UNKNOWN
-    first = found[0] if found else messages.Explanation("unknown", unknown)
+        unknown = f"{UNKNOWN}\n{HINT}"
+    first = found[0] if found else messages.Explanation("unknown", unknown.partition("\n")[0])
     shown = found if console.verbose else found[:1]
-    lines = [line for each in shown for line in _lines(console, each)] or [unknown, HINT]
+    lines = [line for each in shown for line in _lines(console, each)] or [unknown]
     if also := [each.kind for each in found[len(shown) :]]:
         lines.append(f"also: {', '.join(also)} (-v says what they mean)")
     console.result("\n".join(lines), {**fields_of(first), "also": [fields_of(each) for each in found[1:]]})
     return 0 if found else 1
+
+
+def _require_files(paths: Sequence[str]) -> None:
+    """Refuse a message in the place of a file."""
+    for path in paths:
+        if re.search(r"\s", path) and not is_url(path) and not os.path.lexists(path):
+            hint = "an error itself is read from stdin: echo 'TEXT' | ckpttool explain"
+            raise UsageFault(f"{in_short(path)}: no such file", hint=hint)
 
 
 def _lines(console: Console, each: Explanation) -> Iterator[str]:

@@ -96,11 +96,20 @@ def is_dump(path: str) -> bool:
 
 
 def paths_of(given: Sequence[str]) -> list[str]:
-    """Return the files that are named, and those of folders whose names end in a rank."""
-    found = []
+    """Return the files that are named, and those of folders whose names end in a rank.
+
+    Raises UsageFault for a folder that has none.
+    """
+    found: list[str] = []
     for path in given:
-        inside = listed(path) if is_folder(path) else []
-        found += [os.path.join(path, name) for name in inside if RANK.search(name)] if inside else [path]
+        inside = [path]
+        if is_folder(path):
+            named = [os.path.join(path, name) for name in listed(path) if RANK.search(name)]
+            inside = [each for each in named if not is_folder(each)]
+        if not inside:
+            hint = "name the folder of fr_trace_rank_0 and so on"
+            raise UsageFault(f"{path}: no file in it is named as the dump of a rank", hint=hint)
+        found += inside
     return found
 
 

@@ -44,7 +44,8 @@ def stalls(dumps: Sequence[RankDump], missing: Mapping[int, str]) -> list[Stall]
     """
     by_rank = {dump.rank: dump for dump in dumps}
     absent = {*missing}.union(*(dump.world for dump in dumps)) - {*by_rank}
-    lost = {rank: missing.get(rank, "left no dump: it never started, or was killed") for rank in absent}
+    unknown = "left no dump: it never started or was killed, or its file is not among these"
+    lost = {rank: missing.get(rank, unknown) for rank in absent}
     pending = {dump.rank: next((call for call in dump.calls if not call.is_done), None) for dump in dumps}
     judge = Judge(by_rank, lost, pending)
     groups: dict[object, dict[int, dict[int, RecordedCall]]] = {}
@@ -200,7 +201,8 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    said = ", ".join(" to ".join(map(str, span)) for span in spans[:8])
+    joined = [(" to " if span[-1] - span[0] > 1 else ", ").join(map(str, span)) for span in spans[:8]]
+    said = ", ".join(joined)
     more = f" and {sum(span[-1] - span[0] + 1 for span in spans[8:])} more" if len(spans) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {said}{more}"
 

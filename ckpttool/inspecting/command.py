@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..core.cli import options
-from ..core.cli.console import Console, columns, table, terminal_width, without, wrapped
+from ..core.cli.console import Console, terminal_width
 from ..core.cli.reading import Answer, answer_each, fields_of, open_file
 from ..core.cli.schemas import Fields, fields_like
-from ..core.words import counted, number, printable, show_bytes, show_names
+from ..core.words import counted, number, printable
 from ..errors import SeveralCheckpoints, Unreadable
 from ..rooms import find
+from .folder_page import fitted, run_page, versions_page
 
 if TYPE_CHECKING:
     from .other_contents import OtherRow
     from .summary import Summary
-    from .tables import CheckpointRow, Stats, TensorRow
+    from .tables import Stats, TensorRow
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 TENSORS = (*STATS[:3], "bytes", "shared with")
-LEAST = 16  # columns that a name keeps
 
 
 def _printed() -> list[Fields]:
@@ -144,14 +142,8 @@ def _of_versions(folder: str) -> Answer | None:
     found = versions.in_folder(folder) if versions and is_folder(folder) else []
     if all(each.base is None or each.form == "safetensors" for each in found):  # our own are a run's
         return None
-    rows = [("version", "made from", "bytes", "form", "")]
-    for each in found:
-        base = "" if each.base is None else str(each.base)
-        rows.append((str(each.version), base, show_bytes(each.nbytes), each.form or "", each.problem))
-    first = f"{printable(folder)}: {counted(len(found), 'version')}, the oldest first"
-    return Answer(
-        "\n".join([first, *table(rows, (3, 4))]), {"path": folder, "versions": [*map(fields_of, found)]}
-    )
+    lines = versions_page(folder, found, terminal_width(sys.stdout))
+    return Answer("\n".join(lines), {"path": folder, "versions": [*map(fields_of, found)]})
 
 
 def _of_run(folder: str) -> Answer | None:
@@ -162,7 +154,7 @@ def _of_run(folder: str) -> Answer | None:
     if not any(row.format for row in rows):
         return None
     told = [fields_of(row) | {"whole": not row.problem, "problem": row.problem or None} for row in rows]
-    lines = _run_page(folder, rows, terminal_width(sys.stdout))
+    lines = run_page(folder, rows, terminal_width(sys.stdout))
     return Answer("\n".join(lines), {"path": folder, "checkpoints": told})
 
 
@@ -205,7 +197,7 @@ def tensor_lines(
         cells.append((*tensor, *(_figures(stats.get(row.name)) if stats else ())))
     if width is not None:
         giving_way = [("shared with", True), ("bytes", True)]
-        return _fitted((*TENSORS, *STATS[3:]), cells, giving_way, (0, 1, 4), width)
+        return fitted((*TENSORS, *STATS[3:]), cells, giving_way, (0, 1, 4), width)
     header = [(*TENSORS, *STATS[3:])] if stats and cells else []
     return map("\t".join, [*header, *cells])
 
@@ -225,31 +217,7 @@ def stats_table(
     if not any(stat and stat.non_finite for stat in stats.values()):
         cells = [line[:-1] for line in cells]
     giving_way = [("std", False), ("mean", False), ("dtype", True), ("shape", True)]
-    yield from _fitted(STATS, cells, giving_way, (0, 1), width)
-
-
-def _fitted(
-    heads: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    giving_way: Sequence[tuple[str, bool]],  # and whether names, the first column, are cut before it goes
-    to_the_left: Collection[int],
-    width: int | None,
-) -> Iterator[str]:
-    """Yield a table without the columns that give way, in this order, to a narrow terminal; name those."""
-    if width is None or not cells:
-        yield from table(cells, to_the_left, width)
-        return
-    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
-    shown, hidden = [*range(len(widths))], []
-    for head, after_names in giving_way:
-        first = min(widths[0], LEAST) if after_names else widths[0]
-        others = (min(widths[i], LEAST) if heads[i] == "shared with" else widths[i] for i in shown[1:])
-        if first + sum(wide + 2 for wide in others) > width:
-            shown.remove(heads.index(head))
-            hidden.append(head)
-    lefts = [place for place, i in enumerate(shown) if i in to_the_left]
-    yield from table([[line[i] for i in shown] for line in cells], lefts, width)
-    yield from without([head for head in heads if head in hidden], width)
+    yield from fitted(STATS, cells, giving_way, (0, 1), width)
 
 
 def _figures(stat: Stats | None) -> list[str]:
@@ -257,35 +225,3 @@ def _figures(stat: Stats | None) -> list[str]:
         return ["-"] * 5
     numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
     return [*("-" if value is None else number(value, 4) for value in numbers), str(stat.non_finite)]
-
-
-def _verdict(entry: CheckpointRow) -> str:
-    """Return whether a checkpoint is whole, and what else one must know of it, in words."""
-    if entry.problem:
-        return f"no: {entry.problem}"
-    whole = "whole, without an optimizer" if entry.optimizer is False else "whole"
-    whole = f"a {entry.is_part}" if entry.is_part else whole
-    return f"{whole}; could run {show_names(entry.could_run, 2)}" if entry.could_run else whole
-
-
-def _run_page(folder: str, entries: Sequence[CheckpointRow], width: int | None) -> Iterator[str]:
-    """Yield the lines for a folder of several checkpoints: a table, and the command for the newest."""
-    yield f"{printable(folder)}: {counted(len(entries), 'checkpoint')}, newest first"
-    rows: list[tuple[str, ...]] = [("checkpoint", "step", "format", "bytes", "")]
-    for entry in entries:
-        path, step = os.path.relpath(entry.path, folder), "" if entry.step is None else str(entry.step)
-        rows.append((printable(path), step, entry.format or "", show_bytes(entry.nbytes), _verdict(entry)))
-    if all(entry.step is None for entry in entries):
-        rows = [(path, *others) for path, _, *others in rows]
-    widest = sum(max(map(columns, column)) + 2 for column in zip(*rows, strict=True)) - 2
-    if width is None or widest <= width:
-        yield from table(rows, (0, len(rows[0]) - 3, len(rows[0]) - 1))
-    else:  # the verdict, which matters most, stands whole below its row
-        cells, lefts = [row[:-1] for row in rows], (0, len(rows[0]) - 3)
-        lines = [*_fitted(cells[0], cells, [("format", False), ("bytes", True)], lefts, width)]
-        for line, row in zip(lines, rows, strict=False):
-            yield line
-            yield from (f"    {part}" for part in wrapped(row[-1], width - 4))
-        yield from lines[len(rows) :]
-    newest = next((entry for entry in entries if not entry.problem), entries[0])
-    yield from ("", f"ckpttool inspect {shlex.quote(newest.path)}")

@@ -52,8 +52,8 @@ def verify(
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
     torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it. Of a
-    delta it compares the digests too, of an adapter the factors with adapter_config.json beside them, and of
-    what has a seal each tensor and each file.
+    delta it compares the digests too, of an adapter the factors with adapter_config.json beside them, of a
+    model the numbers of tokens and layers with config.json, and of what has a seal each tensor and each file.
 
     \b
     Examples:

@@ -390,7 +390,7 @@ def test_a_flipped_bit_a_missing_link_and_a_wrong_base_are_named(
     weight_v(Path("sync/weight_v000001"), base, new)
     weight_v(Path("sync/weight_v000002"), new, base)
     done = cli("apply", "new.safetensors", "sync/weight_v000001", "out.safetensors")
-    assert_says(done, 3, "makes bytes of another checksum (xxh3-128)", "not its base")
+    assert_says(done, 3, "comes out with another checksum (xxh3-128) than is stated", "not its base")
     with pytest.raises(Refused, match=r"made from version 1, and .* is version 2"):
         ckpttool.digest("base.safetensors+sync/weight_v000002+sync/weight_v000002")
     file = next(Path("sync/weight_v000001").glob("model-00001*"))

@@ -86,6 +86,7 @@ def test_an_anchor_takes_the_place_of_the_base(here: Path, cli: Cli) -> None:
             assert is_version(made, number)
     with ckpttool.open("whole/0.safetensors+sync") as made:
         assert is_version(made, 5)
+    assert cli("inspect", "sync").out.endswith("\n\nckpttool apply sync new.safetensors\n")
     with pytest.raises(Unreadable, match="does not lie beside it"):
         ckpttool.apply("sync", version=2)
     assert cli("apply", "sync", "out.safetensors").code == 0
@@ -151,6 +152,8 @@ def test_a_link_that_is_missing_cut_or_foreign_is_named(here: Path, cli: Cli) ->
     with pytest.raises(Unreadable, match="has no version 77"):
         ckpttool.apply("whole/0.safetensors", ["sync"], version=77)
     assert "version 3 is missing" in cli("inspect", "sync").out
+    last = "the newest; BASE is version 0:\nckpttool apply BASE sync new.safetensors\n"
+    assert cli("inspect", "sync").out.endswith(f"\n\n{last}")
     shutil.rmtree("sync/weight_v000002")
     save_file({"other": torch.ones(3)}, "foreign.safetensors")
     save_file({"other": torch.zeros(3)}, "foreign2.safetensors")

@@ -391,7 +391,7 @@ def test_a_part_that_is_missing_is_named_by_finish(folders: tuple[Path, Path], c
     assert run(cli, JOBS["cast to .pt"], alone).code == 0
     assert_says(cli("finish", out), 2, "no part of it is here")
     assert run(cli, JOBS["cast to .pt"], divided, "--part", "2/3").code == 0
-    assert_says(cli("finish", out), 1, f"error: {out}: lacks part 1/3, 3/3", "--part 1/3")
+    assert_says(cli("finish", out), 1, f"error: {out}: lacks parts 1/3, 3/3", "--part 1/3")
     assert run(cli, JOBS["cast to .pt"], divided, "--part", "1/3").code == 0
     with pytest.MonkeyPatch.context() as patch:  # the last part ends before it can finish
         patch.setattr(parts.OutputParts, "waiting", lambda _: [parts.OutputPart(1, 2)])

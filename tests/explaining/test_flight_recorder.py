@@ -23,7 +23,7 @@ from ckpttool.explaining.flight_recorder import read_dump, read_dumps
 from ckpttool.explaining.stalls import Stall, stalls
 from tests.ranks.forked import WarmPython
 from tests.support.recorder_dumps import RecordedProgram, programs, write_dumps
-from tests.support.running import Cli
+from tests.support.running import Cli, assert_says
 
 # ---- Recorded by gloo -----------------------------------------------------------------------------------
 
@@ -214,7 +214,9 @@ def test_a_rank_that_never_started_or_was_killed_is_named(tmp_path: Path) -> Non
         each.call(state="started")
     found = one(tmp_path, made[:3])
     assert (found.kind, found.ranks, found.waiting) == ("no-dump", (3,), (0, 1, 2))
-    assert "rank 3 left no dump: it never started, or was killed" in found.message
+    assert "rank 3 left no dump: it never started or was killed, or its file is not" in found.message
+    assert "ranks 0 to 2 in all_reduce 1" in found.message
+    assert "ranks 0, 1 in all_reduce 1" in one(tmp_path, made[:2]).message
 
 
 @pytest.mark.parametrize(
@@ -332,6 +334,15 @@ def test_another_version_is_refused_by_name_and_a_rank_twice(tmp_path: Path, cli
     unnamed = tmp_path / "trace.pkl"
     unnamed.write_bytes(Path(other).read_bytes())
     assert "its name does not end in a rank" in cli("explain", unnamed).err
+
+
+def test_a_folder_without_dumps_is_named_and_folders_in_it_are_none(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "version_1").mkdir()
+    ran = cli("explain", tmp_path)
+    assert_says(ran, 2, f"{tmp_path}: no file in it is named as the dump of a rank", "fr_trace_rank_0")
+    write_dumps(tmp_path, programs(2))
+    ran = cli("explain", tmp_path)
+    assert ran.code == 1 and ran.out == "no rank waits for another, by the dumps of 2 ranks\n"
 
 
 class Evil:

@@ -35,7 +35,7 @@ from ckpttool.explaining.messages import explain, rules
 from tests.support.generated_page import generated, regenerate
 from tests.support.raised_errors import RAISED as OF_PAGES
 from tests.support.raised_errors import net
-from tests.support.running import ROOT, Cli
+from tests.support.running import ROOT, Cli, assert_says
 
 # ---- Raised here, by the libraries as they are installed ------------------------------------------------
 
@@ -414,6 +414,10 @@ def test_a_checkpoint_in_the_place_of_a_text_is_named(cli: Cli, here: Path) -> N
     torch.save({}, here / "last.pt")
     ran = cli("explain", "last.pt")
     assert ran.code == 2 and "last.pt: is a checkpoint, and not the text of an error" in ran.err
+
+
+def test_a_message_in_the_place_of_a_file_is_sent_to_stdin(cli: Cli) -> None:
+    assert_says(cli("explain", "size mismatch for w"), 2, "no such file", "echo 'TEXT' | ckpttool explain")
     assert cli("explain", "nowhere.log").code == 3
 
 

@@ -35,7 +35,7 @@ HINTS = {
 }
 
 # What is to be pasted, in a hint
-COMMAND = re.compile(r"\b(?:ckpttool|hf|ls|pip|python|torchrun|ulimit) [a-z-].*")
+COMMAND = re.compile(r"\b(?:ckpttool|hf|ls|pip|python|rm|torchrun|ulimit) [a-z-].*")
 
 # Options of most commands, which some type before the command
 SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", "--state")

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ... import __version__
-from ...errors import CkptToolError, PartMissing, Unreadable, UsageFault
+from ...errors import CkptToolError, Unreadable, UsageFault
 from .. import system
 from ..words import first_few
 from . import options
@@ -158,8 +158,7 @@ def _join(findings: Findings, console: Console, run: Run, given: Mapping[str, An
     parts = findings.parts
     waiting = [] if parts.is_finished else parts.waiting()
     if waiting and not parts.part.number:
-        hint = f"run its command with --part {waiting[0]}"
-        raise PartMissing(folder, f"lacks part {first_few(waiting)}", hint=hint)
+        raise parts.lacking(folder, waiting)
     if not (waiting or parts.is_finished):
         with parts.finishing() as is_mine:
             if is_mine:

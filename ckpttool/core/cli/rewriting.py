@@ -281,7 +281,8 @@ def _report(job: WriteJob, outcome: Outcome, saved: Saved, companions: Companion
     note_fields(console, outcome.result)
     note_fields(console, outcome)
     console.note_names("renamed too", [f"{where} ({count} keys)" for where, count in also.items()])
-    others = [name for name in lost if name not in versions]
+    is_said = console.verbose or not job.part or job.part.number < 2  # of many parts by the first alone
+    others = [name for name in lost if name not in versions and is_said]
     console.note_names(f"left out, as {saved.format} {saved.why_left_out}", others)
     note_fields(console, saved)
     data = {

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from ...errors import Damaged, Unreadable, UsageFault, already_exists
+from ...errors import Damaged, PartMissing, Unreadable, UsageFault, already_exists
 from .. import system
+from ..words import first_few
 from .crc import Rows, rows_in
 from .meeting import PLAN, Meeting, MeetingFolder, plan_of, record_in
 from .resuming import PART, Attempt, Written
@@ -129,8 +130,12 @@ class OutputParts(Attempt):
             begun = record_in(self._meeting, PLAN) or {}
         known = [what for what in {**begun, **plan} if what not in (WORDS, BEGUN, UPLOADS)]
         if differing := next((what for what in known if begun.get(what) != plan.get(what)), None):
-            what = f"{self._path}: is being written in parts of another plan: the {differing} differs"
-            raise UsageFault(what, hint=f"finish that with its own command, or {self.again}")
+            path, is_read = self._path, os.path.basename(self._path) == RESULT and not self._sizes
+            what = f"{path}: is being written in parts of another plan: the {differing} differs"
+            if is_read:
+                what = f"{os.path.dirname(path)}: parts of another plan meet here: the {differing} differs"
+            other = "name another folder, " * is_read
+            raise UsageFault(what, hint=f"{other}finish that with its own command, or {self.again}")
         # Where the place was removed and begun anew, a part of before has written into a file that is gone.
         self._plan, self._agreed = str(begun.get(BEGUN)), begun
 
@@ -207,6 +212,12 @@ class OutputParts(Attempt):
         """Return the parts that are not written yet."""
         left = [n for n, record in enumerate(self._records(), 1) if not record or not record.get("done")]
         return [OutputPart(number, self.part.count) for number in left]
+
+    def lacking(self, path: str, waiting: Sequence[OutputPart]) -> PartMissing:
+        """Return the error for parts that are not written, with the command for the first of them."""
+        words, part = self._agreed.get(WORDS), f"--part {waiting[0]}"
+        hint = f"ckpttool {shlex.join(words)} {part}" if words else f"run its command with {part}"
+        return PartMissing(path, f"lacks part{'s' * (len(waiting) > 1)} {first_few(waiting)}", hint=hint)
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[bool]:

@@ -133,7 +133,9 @@ def nothing_known(folder: str, names: list[str], open_file: Open) -> Unreadable:
         newest = next((path for path in below[:MOST_TRIED] if _kind(path, open_file) == "whole"), below[0])
         first = [newest, *(path for path in below if path != newest)]
         others = first_few([*map(shlex.quote, first[1:])], MOST_NAMED - 1)
-        hint = f"name one: ckpttool inspect {shlex.quote(newest)}" + f"; others: {others}" * bool(others)
+        hint = (
+            "name one" + f" (others: {others})" * bool(others) + f": ckpttool inspect {shlex.quote(newest)}"
+        )
         return SeveralCheckpoints(folder, "is a folder that holds checkpoints, and is none itself", hint=hint)
     hint = f"expected in it: *{INDEX} (shards), {METADATA} (DCP) or the files of all ranks"
     return Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)

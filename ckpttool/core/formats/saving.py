@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any, BinaryIO
 
 from ... import __version__
-from ...errors import Damaged, PartMissing, Refused, UsageFault
+from ...errors import Damaged, Refused, UsageFault
 from ...rooms import need
 from .. import system
 from ..checkpoint import full
@@ -30,7 +30,6 @@ from ..remote import urls
 from ..remote.places import shared_versions, versions
 from ..remote.store import TRAFFIC
 from ..tensors.ref import DTYPES, Computed, Source, Storage, TensorRef
-from ..words import first_few
 from . import destination, folders, safetensors, shards
 from .output import OutputPlace
 from .pytorch import zip as torch_zip
@@ -209,8 +208,7 @@ class SavePlan:
                 return self._saved(parts.nbytes, part=str(part))
             waiting = parts.waiting()
             if waiting and not part.number:
-                hint = f"run its command with --part {waiting[0]}"
-                raise PartMissing(self.place.url or self.path, f"lacks part {first_few(waiting)}", hint=hint)
+                raise parts.lacking(self.place.url or self.path, waiting)
             with parts.finishing() if not waiting else nullcontext(False) as is_mine:
                 if not is_mine:
                     numbers = tuple(each.number for each in waiting)

@@ -140,10 +140,10 @@ def test_a_folder_without_a_checkpoint_hints_at_files(cli: Any) -> None:
     Path("runs/step-6/.metadata").touch()
     Path("runs/step 5/model_world_size_2_rank_0.pt").touch()
     for command in ("inspect runs", "merge runs out.pt"):
-        hint = "hint: name one: ckpttool inspect runs/step-6; others: 'runs/step 5'"
+        hint = "hint: name one (others: 'runs/step 5'): ckpttool inspect runs/step-6"
         assert cli(command).err.endswith(f"{hint}\n")
     Path("runs/last.pt").touch()
-    hint = "hint: name one: ckpttool inspect runs/last.pt; others: runs/step-6, 'runs/step 5'"
+    hint = "hint: name one (others: runs/step-6, 'runs/step 5'): ckpttool inspect runs/last.pt"
     assert cli("inspect runs").err.endswith(f"{hint}\n")
 
 

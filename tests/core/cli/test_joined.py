@@ -290,7 +290,7 @@ OTHERS = {
 def test_a_part_of_another_plan_is_refused(words: str, what: str, meeting: Path, cli: Cli) -> None:
     assert cli("digest", "in.pt", *part(1, meeting)).code == 0
     ran = cli(*words.split(), "--parts-in", meeting)
-    assert_says(ran, 2, "parts of another plan", f"the {what} differs", "rm -r")
+    assert_says(ran, 2, f"{meeting}: parts of another plan meet here: the {what} differs", "rm -r")
     ran = cli("digest", "in.pt", *part(2, meeting))
     assert ran == cli("digest", "in.pt")
 
@@ -388,7 +388,7 @@ def nonsense(self: Any, *, joined: bool = False) -> dict[str, object]:
 def test_a_part_that_is_missing_is_named_by_finish(meeting: Path, cli: Cli) -> None:
     words = ("verify", "in.pt", "--against", "other.pt")
     assert cli(*words, *part(2, meeting, 3)).code == 0
-    assert_says(cli("finish", meeting), 1, f"error: {meeting}: lacks part 1/3, 3/3", "--part 1/3")
+    assert_says(cli("finish", meeting), 1, f"error: {meeting}: lacks parts 1/3, 3/3", "--part 1/3")
     assert cli(*words, *part(1, meeting, 3)).code == 0
     with pytest.MonkeyPatch.context() as patch:  # the last part ends before it can join
         patch.setattr(parts.OutputParts, "waiting", lambda _: [parts.OutputPart(1, 2)])

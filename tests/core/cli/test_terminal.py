@@ -19,7 +19,7 @@ from ckpttool.conforming.conform import conform
 from ckpttool.core.cli.console import Console, say
 from ckpttool.core.cli.failure import COMMAND, fail
 from ckpttool.errors import Damaged
-from ckpttool.inspecting.command import _run_page
+from ckpttool.inspecting.folder_page import run_page
 from ckpttool.inspecting.tables import checkpoint_rows
 from ckpttool.scanning.command import _say_problems
 from ckpttool.scanning.scan import named_in, scan_each
@@ -101,8 +101,8 @@ def test_the_table_of_a_folder_keeps_what_is_wrong(here: Path, width: int | None
     torch.save(weights, "a-checkpoint-with-a-long-name.pt")
     Path("a-checkpoint-with-a-long-name.pt").write_bytes(b"PK\x03\x04" + bytes(100))
     rows = checkpoint_rows(".")
-    said = " ".join(" ".join(_run_page(".", rows, width)).split())
-    assert width is None or max(map(len, _run_page(".", rows, width))) <= max(width, 40)
+    said = " ".join(" ".join(run_page(".", rows, width)).split())
+    assert width is None or max(map(len, run_page(".", rows, width))) <= max(width, 40)
     for name, verdict in {
         "step.delta.safetensors": "a delta",
         "adapter.safetensors": "a LoRA adapter",

@@ -482,7 +482,7 @@ def test_a_file_whose_parts_lie_beside_it_is_whole_only_with_all_of_them(tmp_pat
     newest, older = cli("inspect", tmp_path, "--json").json["checkpoints"]
     assert newest["problem"] == "step-2.dcp, which holds its tensors, is not beside it" and older["whole"]
     assert cli("inspect", tmp_path).out.endswith("best.pt\n")
-    assert_says(cli("verify", tmp_path), 3, f"name one: ckpttool inspect {tmp_path / 'best.pt'}; others")
+    assert_says(cli("verify", tmp_path), 3, f"): ckpttool inspect {tmp_path / 'best.pt'}\n")
     (tmp_path / "step-2.dcp").mkdir()
     (tmp_path / "step-2.dcp" / "__0_0.distcp").touch()
     newest, *_ = cli("inspect", tmp_path, "--json").json["checkpoints"]
