@@ -518,7 +518,7 @@ folder_options = all_of(
 )
 reflink_option = option(
     "--reflink WHEN",
-    "Share blocks with INPUT, on btrfs and XFS: auto (default), always (tensors are ordered for it) or never.",
+    "Share blocks with INPUT, on btrfs and XFS: auto (default), always (tensors are put in order) or never.",
     type=click.Choice(("auto", "always", "never")),
     default="auto",
 )

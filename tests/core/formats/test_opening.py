@@ -335,7 +335,7 @@ def test_the_newest_checkpoint_is_named_and_all_are_listed(name: str, tmp_path: 
     run = tmp_path / "run"
     newest = made(run, name)
     for command, *output in (["verify"], ["convert", tmp_path / "out.pt"], ["merge", tmp_path / "out.pt"]):
-        assert_says(cli(command, run, *output), 3, f"hint: name one: ckpttool inspect {newest}")
+        assert_says(cli(command, run, *output), 3, f": ckpttool inspect {newest}\n")
     assert cli("inspect", newest).code == 0
     ran = cli("inspect", run, "--json")
     listed = ran.json["checkpoints"]
