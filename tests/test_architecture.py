@@ -32,7 +32,7 @@ CORE = ["tensors", "files", "remote", "inert_pickle", "checkpoint", "formats", "
 OF_TRAINER = ["config", "data", "tasks", "model", "log", "launch", "trainer", "checkpoint", "run"]
 """The folders of the trainer, likewise."""
 
-OF_SHELL = ("command", "converting", "page")
+OF_SHELL = ("command", "converting", "folder_page", "page")
 """The files of a room that parse and print, and so may import click."""
 
 LIBRARIES = {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
