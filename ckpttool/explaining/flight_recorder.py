@@ -9,8 +9,6 @@ values are inert. gloo's recorder leaves the state at `scheduled`, and says `ret
 from __future__ import annotations
 
 import json
-import math
-import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,11 +17,13 @@ from typing import Any
 
 from ..core.inert_pickle.reader import PickleFault, read_pickle
 from ..core.remote.places import is_folder, listed, open_source_at
+from ..core.tensors.ref import extent, is_count
 from ..core.words import in_short
 from ..errors import Damaged, FileError, Unsupported, UsageFault
 
 RANK = re.compile(r"(?:^|\D)(\d{1,7})(?:\.\w{1,8})?$")  # as in fr_trace_rank_7, nccl_trace_rank_7, rank7.json
 MAX_BYTES = 1 << 28  # of a dump: one of torch's default 2,000 calls has a quarter of a megabyte
+MOST = 1 << 25  # items and characters that are looked at: a pickle may name one list millions of times
 WHAT = "is no dump of torch's flight recorder"
 
 # Collectives that every rank calls with as many elements: others may differ (a root, uneven pieces)
@@ -50,7 +50,7 @@ class RecordedCall:
 
     @property
     def elements(self) -> int:
-        return sum(map(math.prod, self.sizes))
+        return sum(0 if 0 in each else extent(each) for each in self.sizes)
 
     @property
     def is_done(self) -> bool:
@@ -134,11 +134,11 @@ def read_dump(path: str) -> RankDump:
     if not isinstance(value, dict) or not isinstance(value.get("version"), str):
         raise Unsupported(path, WHAT, hint=f"to see what it is: ckpttool inspect {path}")
     if not re.fullmatch(r"2\.\d{1,4}", value["version"]):
-        what = f"is of version {value['version']} of the recorder; 2 is read"
+        what = f"is of version {value['version'][:20]} of the recorder; 2 is read"
         raise Unsupported(path, what, hint="update torch")
     try:
         return _dump(rank, value)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as fault:
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as fault:
         raise Damaged(path, f"{WHAT}: an entry is not as torch writes it ({fault!r:.100})") from None
 
 
@@ -149,49 +149,83 @@ def _rank_in(path: str) -> int:
     return int(number[1])
 
 
+class _Values:
+    """What takes the values of a dump by their types, and only so many in all."""
+
+    def __init__(self) -> None:
+        self.left = MOST
+
+    def items(self, value: Any, kind: Any = (list, tuple)) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError("a value of another type")
+        self.left -= len(value) + 1
+        if self.left < 0:
+            raise ValueError("more values than any recorder has")
+        return value
+
+    def text(self, value: object) -> str:
+        return str(self.items(value, str))
+
+    def group(self, entry: Mapping[str, Any]) -> tuple[str, str]:
+        name, description = map(self.text, self.items(entry["process_group"]))
+        return name, description
+
+    def together(self, entry: Mapping[str, Any]) -> tuple[object, ...]:
+        """Return what those have alike that are issued together."""
+        is_p2p = bool(entry["is_p2p"])
+        return *self.group(entry), is_p2p, _count(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
+
+    def state(self, entry: Mapping[str, Any]) -> str:
+        if not self.text(entry["profiling_name"]).startswith("gloo:"):
+            return self.text(entry["state"])
+        return "completed" if entry["retired"] else "started"
+
+
+def _count(value: object) -> int:
+    if not is_count(value):
+        raise ValueError("a rank or a number that is none")
+    return value
+
+
 def _dump(rank: int, value: Mapping[str, Any]) -> RankDump:
-    stated = {name: json.loads(each["ranks"]) for name, each in value.get("pg_config", {}).items()}
-    groups = {name: tuple(sorted(ranks)) for name, ranks in stated.items()}
+    values = _Values()
+    stated = {
+        values.text(name): json.loads(values.text(each["ranks"]))
+        for name, each in value.get("pg_config", {}).items()
+    }
+    groups = {name: tuple(sorted(map(_count, ranks))) for name, ranks in stated.items()}
     world = {rank}.union(*groups.values())
-    entries: list[Mapping[str, Any]] = value.get("entries", [])
-    if not all(type(each) is int for each in (*world, *(entry["record_id"] for entry in entries))):
-        raise ValueError("a rank that is no number")
+    entries: Sequence[Mapping[str, Any]] = values.items(value.get("entries", []))
     # Those that are issued together keep the state of before; the entry that closes them has that of all.
-    closing = {_together(entry): entry for entry in entries if entry["profiling_name"].endswith("coalesced")}
+    closing = {
+        values.together(entry): entry
+        for entry in entries
+        if values.text(entry["profiling_name"]).endswith("coalesced")
+    }
     calls = []
     for entry in entries:
-        last = closing.get(_together(entry))
+        last = closing.get(values.together(entry))
         if last is not entry or entry["profiling_name"].endswith("allreduce_coalesced"):
-            calls.append(_call(rank, entry, _state(last or entry), groups))
-    return RankDump(rank, tuple(calls), frozenset(world), not entries or entries[0]["record_id"] == 0)
-
-
-def _together(entry: Mapping[str, Any]) -> tuple[object, ...]:
-    is_p2p = bool(entry["is_p2p"])
-    return *entry["process_group"], is_p2p, entry["p2p_seq_id" if is_p2p else "collective_seq_id"]
-
-
-def _state(entry: Mapping[str, Any]) -> str:
-    if not entry["profiling_name"].startswith("gloo:"):
-        return str(entry["state"])
-    return "completed" if entry["retired"] else "started"
+            calls.append(_call(values, rank, entry, values.state(last or entry), groups))
+    is_whole = not entries or _count(entries[0]["record_id"]) == 0
+    return RankDump(rank, tuple(calls), frozenset(world), is_whole)
 
 
 def _call(
-    rank: int, entry: Mapping[str, Any], state: str, groups: Mapping[str, tuple[int, ...]]
+    values: _Values, rank: int, entry: Mapping[str, Any], state: str, groups: Mapping[str, tuple[int, ...]]
 ) -> RecordedCall:
-    name, description = map(str, entry["process_group"])
-    called, _, peers = str(entry["profiling_name"]).rpartition(":")[2].partition(" ")
+    name, description = values.group(entry)
+    called, _, peers = values.text(entry["profiling_name"]).rpartition(":")[2].partition(" ")
     pair, members = None, groups.get(name, ())
     if entry["is_p2p"] and (ends := re.fullmatch(r"(\d{1,7})(?:->|<-)(\d{1,7})", peers)):
         here, there = (members[i] if i < len(members) else i for i in map(int, ends.groups()))
         pair = (here, there) if called == "send" else (there, here)
     which = "output" if called == "recv" else "input"
-    sizes = [[*map(operator.index, each)] for each in entry[f"{which}_sizes"]]
-    dtypes = tuple(map(str, dict.fromkeys(entry[f"{which}_dtypes"])))
-    number = int(entry["p2p_seq_id" if pair else "collective_seq_id"])
+    sizes = [[*map(_count, values.items(each))] for each in values.items(entry[f"{which}_sizes"])]
+    dtypes = tuple(dict.fromkeys(map(values.text, values.items(entry[f"{which}_dtypes"]))))
+    number = _count(entry["p2p_seq_id" if pair else "collective_seq_id"])
     where = rank, (name, description, members), number, called, pair
-    return RecordedCall(*where, state, sizes, dtypes, entry.get("frames", ()))
+    return RecordedCall(*where, state, sizes, dtypes, values.items(entry.get("frames", ())))
 
 
 def read_dumps(paths: Sequence[str]) -> tuple[list[RankDump], dict[int, str]]:

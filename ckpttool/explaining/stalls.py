@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..core.tensors.ref import is_count
 from ..core.words import in_short, printable
 from .flight_recorder import RankDump, RecordedCall
 from .messages import Explanation
 
 PAGE = "docs/hangs.md"
 LIBRARY = re.compile(r"[\\/](?:torch|multiprocessing)[\\/]|^<")
+FRAME = ("filename", "line", "name")
 CROSSED = "each waits for another: they call collectives of several groups, or send, in different orders"
 
 
@@ -81,7 +83,8 @@ class Judge:
         calls: Calls = {**of, **{rank: {} for rank in never}}
         last = {rank: max(numbered, default=0) for rank, numbered in calls.items()}
         first = max(min(numbered, default=1) for numbered in calls.values())
-        for number in range(first, min(last.values()) + 1):
+        common = {number for at in calls.values() for number in at if first <= number <= min(last.values())}
+        for number in sorted(common):
             if differing := self._differing([at[number] for at in calls.values() if number in at]):
                 return differing
         lacking = min(last.values()) + 1
@@ -209,9 +212,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _stack(call: RecordedCall) -> list[str]:
     """Return the stack of a call in the user's own files, as Python prints one."""
-    frames = [frame for frame in call.frames if isinstance(frame, dict)]
-    own = [frame for frame in frames if not LIBRARY.search(str(frame.get("filename")))] or frames
-    told = [[in_short(str(frame.get(key))) for key in ("filename", "line", "name")] for frame in own[:12]]
-    lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in reversed(told)]
+    frames = [[*map(_shown, map(frame.get, FRAME))] for frame in call.frames if isinstance(frame, dict)]
+    own = [frame for frame in frames if not LIBRARY.search(frame[0])] or frames
+    lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in reversed(own[:12])]
     first = f"stack of rank {call.rank} in {in_short(call.name)}, most recent call last:"
     return [first, *lines] if lines else []
+
+
+def _shown(value: object) -> str:
+    return in_short(value) if isinstance(value, str) else str(value) if is_count(value) else "?"

@@ -389,6 +389,53 @@ def test_any_odd_value_is_refused_or_harmless(
         assert isinstance(stall.message, str)
 
 
+def doubled(depth: int) -> list[Any]:
+    value: list[Any] = ["text"]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+SHAPE = [1] * 50_000
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"collective_seq_id": 10**15},
+        {"collective_seq_id": 10**5000},
+        {"collective_seq_id": float("inf")},
+        {"state": doubled(40)},
+        {"frames": [{"filename": doubled(40), "line": 10**5000, "name": "step"}]},
+        {"frames": 5},
+        {"profiling_name": doubled(40)},
+        {"process_group": ("0", doubled(40))},
+        {"input_sizes": [SHAPE] * len(SHAPE)},
+        {"input_sizes": [[10**4000] * 20_000]},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+@pytest.mark.timeout(60)
+def test_a_small_dump_takes_neither_endless_time_nor_memory(odd: dict[str, Any], tmp_path: Path) -> None:
+    made = [each.call().call(state="started") for each in programs(2)]
+    for each in made:
+        each.entries[-1] |= odd
+    try:
+        found = stalls(*read_dumps(write_dumps(tmp_path, made)))
+    except CkptToolError as fault:
+        assert "an entry is not as torch writes it" in str(fault)
+    else:
+        assert [stall.kind for stall in found] == ["not-finished"]
+
+
+def test_ranks_nested_too_deep_are_refused(tmp_path: Path) -> None:
+    made = programs(1)
+    path = tmp_path / "fr_trace_rank_0"
+    path.write_bytes(pickle.dumps({**made[0].dump, "pg_config": {"0": {"ranks": "[" * 100_000}}}))
+    with pytest.raises(CkptToolError, match="an entry is not as torch writes it"):
+        read_dump(str(path))
+
+
 @pytest.mark.parametrize("ranks", [2, 512])
 def test_hundreds_of_ranks_are_read_in_about_a_second(ranks: int, tmp_path: Path) -> None:
     made = programs(ranks)

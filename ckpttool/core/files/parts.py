@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
