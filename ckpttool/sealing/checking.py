@@ -110,9 +110,9 @@ class ModelSeal:
         names = self._scope.files()
         if self._is_beside and self._scope.folder is None and len(sums) == len(names) == 1:
             sums = dict(zip(names, sums.values(), strict=True))  # both may have got another name together
-        yield from ((name, "is sealed, and is not here") for name in sorted(sums.keys() - {*names}))
+        both = [name for name in names if name in sums and self._scope.is_file(name)]
+        yield from ((name, "is sealed, and is not here") for name in sorted(sums.keys() - {*both}))
         yield from ((name, "is not sealed") for name in names if name not in sums)
-        both = [name for name in names if name in sums]
         remote = {name: own[name].content for name in both if name in own and not own[name].is_local}
         self.unread = [name for name, content in remote.items() if not content.startswith(TOLD)]
         self.covers = not self.unread

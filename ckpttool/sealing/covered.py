@@ -58,13 +58,17 @@ class SealScope:
         return {self.name_of(source): source for source in reversed(self.checkpoint.sources)}
 
     def files(self) -> list[str]:
-        """Return the names of all files. Raises Refused where one lies elsewhere."""
+        """Return the names of all files, and of links and pipes. Raises Refused where one lies elsewhere."""
         if self.folder is not None:
             return sorted(_names_below(self.folder))
         path = self.checkpoint.path
         if not (is_url(path) or os.path.isfile(path)):
             raise Refused(path, "is no file that a seal could lie beside", hint="seal the files themselves")
         return sorted(self.own())
+
+    def is_file(self, name: str) -> bool:
+        """Return whether a name is that of a file, and not of a link to a folder or to nowhere, or a pipe."""
+        return is_url(self.home) or os.path.isfile(join(self.home, name))
 
     def name_of(self, source: Source) -> str:
         """Return the name of a file. Raises Refused if it lies elsewhere."""
@@ -99,10 +103,9 @@ def _names_below(folder: str, inside: str = "") -> Iterator[str]:
         path = join(inside, name) if inside else name
         if path in LEFT_OUT:
             continue
-        if name not in below:
-            if is_url(at) or os.path.isfile(join(at, name)):
-                yield path
-        elif is_url(at) or not os.path.islink(join(at, name)):  # which may lead in a circle
+        if name not in below or (not is_url(at) and os.path.islink(join(at, name))):
+            yield path  # a link to a folder may lead in a circle
+        else:
             yield from _names_below(folder, path)
 
 

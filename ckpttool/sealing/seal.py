@@ -74,8 +74,8 @@ def seal(
 
     Raises:
         UsageFault: there is a file already (OutputExists), or the place can't be written.
-        Refused: a tensor has values in other files, a file is read that lies elsewhere, or one was changed
-            while it was read.
+        Refused: a tensor has values in other files, a file is read that lies elsewhere, one was changed
+            while it was read, or in the folder is a link to a folder or to nowhere, or a pipe.
         NoState: its tensors lie beside it, by the trainer's --shard parts.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also for a wrong checksum.
 
@@ -94,6 +94,9 @@ def seal(
         names, versions = scope.files(), [source.version for source in checkpoint.sources]
         place = OutputPlace.at(scope.beside if path is None else path, force, (checkpoint,))
         place.require()
+        if odd := next((name for name in names if not scope.is_file(name)), None):
+            hint = "put the files themselves in its place, or take it out of the folder"
+            raise Refused(join(scope.home, odd), "is no file, and a seal covers files alone", hint=hint)
         inside, outside = named_tensors(checkpoint)
         hashes = Hashes([*inside.values(), *outside.values()])
         if expect is not None:

@@ -222,6 +222,24 @@ def test_files_of_a_folder(folder: Path) -> None:
     ]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links and pipes of POSIX")
+def test_what_is_no_file_is_not_sealed(folder: Path, here: Path) -> None:
+    (here / "code").mkdir()
+    (here / "code/run.py").write_text("")
+    (folder / "code").symlink_to(here / "code")
+    (folder / "nowhere.py").symlink_to("nothing")
+    os.mkfifo(folder / "below/pipe")
+    odd = ["below/pipe", "code", "nowhere.py"]
+    assert kinds(folder) == [(name, "is not sealed") for name in odd]
+    for name in odd:
+        with pytest.raises(Refused, match=rf"{name}: is no file, and a seal covers files alone"):
+            ckpttool.seal(folder, force=True)
+        (folder / name).unlink()
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(here / "code")
+    assert kinds(folder) == [("config.json", "is sealed, and is not here")]
+
+
 def test_the_seal_of_a_folder_counts_for_a_file_in_it(here: Path) -> None:
     (here / "d").mkdir()
     save_file(STATE, here / "d/model.safetensors")

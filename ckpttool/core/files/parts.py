@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
