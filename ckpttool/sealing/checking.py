@@ -14,10 +14,11 @@ from ..core.files.digest import digest_of
 from ..core.files.threads import Progress
 from ..core.formats.folders import folder_of
 from ..core.formats.safetensors import parse_object
-from ..core.remote.places import exists, is_plain, open_source_at
+from ..core.remote.places import exists, is_folder, is_plain, open_source_at
+from ..core.system import join
 from ..core.tensors.ref import DTYPES, DType, is_count
 from ..errors import Damaged, Unsupported
-from .covered import Hashes, SealScope, named_tensors
+from .covered import IN_FOLDER, Hashes, SealScope, named_tensors
 from .seal import VERSION, resources
 
 HEX = re.compile(r"[0-9a-f]{64}")
@@ -129,11 +130,17 @@ TOLD = "sha256:"
 def seal_of(checkpoint: Checkpoint, path: str | None = None) -> ModelSeal | None:
     """Return the seal at a path or URL, or that beside a model's file, or in its folder; None without any."""
     scope = SealScope(checkpoint, folder_of(checkpoint))
-    if path is not None:
-        return ModelSeal(scope, path)
     in_folder = scope if checkpoint.path == "-" else SealScope(checkpoint, scope.home)
+    if path is not None:
+        return ModelSeal(in_folder if path == in_folder.beside else scope, path)
     found = (each for each in (scope, in_folder) if checkpoint.path != "-" and exists(each.beside))
     return next((ModelSeal(each, each.beside) for each in found), None)
+
+
+def seal_in(path: str) -> str | None:
+    """Return the seal of the folder at a path or URL; None if it is none, or has none."""
+    place = join(path.rstrip("/"), IN_FOLDER)
+    return place if is_folder(path) and exists(place) else None
 
 
 def _changed(here: Mapping[str, SealedTensor], there: Mapping[str, SealedTensor]) -> Iterator[Mismatch]:

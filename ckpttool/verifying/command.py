@@ -73,8 +73,9 @@ def verify(
             once = checkpoint.nbytes * (2 if checkpoint.format == "delta" else 1)  # digests, too
             passes = once + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
+                sealed_by = checks.seal_for(file, seal)
                 verified = checks.verify(
-                    checkpoint, against=other, state=state, seal=seal, progress=progress, **flags
+                    checkpoint, against=other, state=state, seal=sealed_by, progress=progress, **flags
                 )
             compared = [checkpoint, other] if other is not None else []
             note_unread(console, *compared)

@@ -30,7 +30,7 @@ from ..core.formats.reading import File, opened
 from ..core.formats.shards import TORCH
 from ..core.inert_pickle.known_names import names_in, names_that_run
 from ..core.lazy import shown_by
-from ..core.remote.urls import canonical
+from ..core.remote.urls import canonical, is_url
 from ..core.tensors.cast import FLOATS, count_non_finite
 from ..core.tensors.ref import ByteRange, Source, Storage, TensorRef, real_dtype
 from ..core.tensors.values import MAX_REPEATED, require_bounded, without_repeats
@@ -407,7 +407,8 @@ def verify(
             more than that, or either holds no state, and none is named, everything else but module versions
             must be the same too.
         state: dotted path of the model's state, in both or in one of them; found when None.
-        seal: a path or URL of what `seal` wrote; the one beside the file, if there is one, when None.
+        seal: a path or URL of what `seal` wrote; when None that of a folder, or the one beside the file, if
+            there is one.
         finite: NaN and infinity are problems; otherwise they are only counted.
         no_code: names in the file's pickle that could run something are problems, and records of the zip that
             nothing in it refers to.
@@ -432,8 +433,7 @@ def verify(
         if (ranks := checkpoint.ranks) is not None:
             require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
         sealing = find("sealing.checking")
-        place = None if seal is None else canonical(os.fspath(seal))
-        sealed = sealing.seal_of(checkpoint, place) if sealing else None
+        sealed = sealing.seal_of(checkpoint, seal_for(file, seal)) if sealing else None
         expect(checkpoint.storages())
         with (
             Checksums(checkpoint, checkpoint.storages(), every=True) as checksums,
@@ -477,6 +477,16 @@ def verify(
     said = tuple(problems), free, compared, hint
     of_seal = sealed is not None, tuple(sealed.unread) if sealed else ()
     return Verified(coverage.checked, coverage.unsummed, non_finite, *said, *of_seal, *keyed)
+
+
+def seal_for(file: File, seal: str | os.PathLike[str] | None) -> str | None:
+    """Return the seal that was named, or that of the folder that was named; None for whatever lies beside."""
+    sealing = find("sealing.checking")
+    if seal is not None or isinstance(file, Checkpoint) or not sealing:
+        return None if seal is None else canonical(os.fspath(seal))
+    name = os.fspath(file)  # a base and its deltas are no folder
+    found: str | None = None if is_url(name) and "+" in name else sealing.seal_in(canonical(name))
+    return found
 
 
 def _code(checkpoint: Checkpoint, strays: list[FileProblem]) -> list[FileProblem]:

@@ -260,6 +260,22 @@ def test_a_shard_has_its_own_tensors_of_the_folders_seal(folder: Path) -> None:
     assert {name for name, _ in found} == {gone, shards[0].name}
 
 
+def test_a_folder_has_its_own_seal_compared_where_its_file_has_one_too(here: Path, cli: Cli) -> None:
+    (here / "d").mkdir()
+    save_file(STATE, here / "d/model.safetensors")
+    (here / "d/config.json").write_text("{}")
+    ckpttool.seal("d/model.safetensors")
+    ckpttool.seal("d")
+    (here / "d/config.json").write_text('{"a": 1}')
+    changed = [("config.json", "is not the file that was sealed")]
+    for folder in ("d", "d/"):
+        assert kinds(folder) == kinds(folder, seal="d/ckpttool.seal.json") == changed
+        assert "config.json" in cli("verify", folder).err
+    assert kinds("d/model.safetensors") == []
+    (here / "d/model.safetensors").rename(here / "d/adapter_model.safetensors")
+    assert len(kinds("d", seal="d/ckpttool.seal.json")) == 3
+
+
 def test_another_format_of_the_model_is_known_by_its_tensors(here: Path, cli: Cli) -> None:
     wrapped = {f"module.{name}": tensor for name, tensor in (STATE | VIEWS).items()}
     torch.save({"model": wrapped, "optimizer": {"state": {0: {"m": torch.ones(4)}}}}, here / "c.pt")
