@@ -50,15 +50,16 @@ def in_folder(folder: str) -> list[Version]:
     found: dict[int, Version] = {}
     for name in _names(folder):
         each = _looked_at(folder, name, sorted(found))
-        if each and (each.version not in found or found[each.version].base is not None):
+        if each.version not in found or found[each.version].base is not None:
             found[each.version] = each
     problems = {number: _links(number, found)[1] for number in found}
     return [replace(found[n], complete=not problems[n], problem=problems[n]) for n in sorted(found)]
 
 
 def holds_deltas(folder: str) -> bool:
-    """Return whether a folder holds a version that is made from another."""
-    return any(each.base is not None for each in in_folder(folder))
+    """Return whether a folder holds, in any series, a version that is made from another."""
+    names = [name for named in _series(folder).values() for _, name in named]
+    return any(_looked_at(folder, name, []).base is not None for name in names)
 
 
 def expanded(paths: Sequence[str], version: int | None = None) -> list[str]:
@@ -87,8 +88,8 @@ def _holds_versions(path: str) -> bool:
     return not any(name.endswith(known) for name in names_in(path)) and bool(_names(path))
 
 
-def _names(folder: str) -> list[str]:
-    """Return what is named as the versions of one series are, by number: of a form's, or the longest."""
+def _series(folder: str) -> dict[str, list[tuple[int, str]]]:
+    """Return what is named as versions are, with its number, by what stands before that."""
     names = names_in(folder)
     for below in {*BELOW} & {*names}:
         names += [f"{below}/{name}" for name in names_in(join(folder, below))]
@@ -96,12 +97,18 @@ def _names(folder: str) -> list[str]:
     for name in names:
         if found := forms.stem_of(name):
             series.setdefault(found[0], []).append((found[1], name))
+    return series
+
+
+def _names(folder: str) -> list[str]:
+    """Return the versions of one series, by number: of a form's, or the longest."""
+    series = _series(folder)
     of_forms = [each for stem in ("weight_v", "delta-", "v") if (each := series.get(stem))]
     chosen = of_forms[0] if of_forms else max(series.values(), key=len, default=[])
     return [name for _, name in sorted(chosen)]
 
 
-def _looked_at(folder: str, name: str, before: list[int]) -> Version | None:
+def _looked_at(folder: str, name: str, before: list[int]) -> Version:
     path, number = join(folder, name), forms.number_in(name) or 0
     try:
         with open_alone(path) as file:

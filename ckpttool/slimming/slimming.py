@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ..core import formats
 from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.checkpoint.optimizer_view import is_optimizer
 from ..core.checkpoint.selection import drop, slim
@@ -115,7 +116,8 @@ def slim_in_place(
 
     Args:
         run: the folder. No run may write there meanwhile.
-        keep_newest: how many checkpoints stay as they are, at least 1: by their times, and last.* first.
+        keep_newest: how many checkpoints stay as they are, at least 1: by their times, and last.* first. A
+            delta counts where it is a training's, over its base.
         leave_out: dotted names of what is left out, such as `optimizer`, of each file that has a model's
             state and one of them; by default all but the model's state.
         keep_anchors: leave files as they are whose names state a version, in a folder with deltas: a reader
@@ -184,13 +186,12 @@ def _reasons(
     for file in files:
         name = file.names[0]
         kind = _kind(os.path.join(folder, name), names)
-        if kind not in (TRAINING, DELTA):
-            if kind != WEIGHTS or not names:
-                why[name] = kind
-            continue
-        newest += 1
-        if newest <= keep_newest:
-            why[name] = "is the newest" if keep_newest == 1 else f"is one of the newest {keep_newest}"
+        if kind == TRAINING or (kind == DELTA and _makes_training(os.path.join(folder, name), names)):
+            newest += 1
+            if newest <= keep_newest:
+                why[name] = "is the newest" if keep_newest == 1 else f"is one of the newest {keep_newest}"
+        elif kind != WEIGHTS or not names:
+            why[name] = kind
         if kind == DELTA:
             why.setdefault(name, DELTA)
             deltas.append(os.path.join(folder, name))
@@ -214,10 +215,21 @@ def _kind(path: str, names: Sequence[str]) -> str:
                 return DELTA
             if checkpoint.format not in WRITTEN or checkpoint.found_state() is None:
                 return f"{NONE} of a model"
-            is_training = any(map(is_optimizer, walk(checkpoint.tree)))
-            return TRAINING if is_training or any(_holds(checkpoint, name) for name in names) else WEIGHTS
+            return TRAINING if _is_training(checkpoint, names) else WEIGHTS
     except CkptToolError as error:
         return f"{NONE}: {error.reason}"
+
+
+def _is_training(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
+    has_optimizer = any(map(is_optimizer, walk(checkpoint.tree)))
+    return has_optimizer or any(_holds(checkpoint, name) for name in names)
+
+
+def _makes_training(path: str, names: Sequence[str]) -> bool:
+    """Return whether a delta is a training's checkpoint, over a base that is there."""
+    with suppress(CkptToolError), formats.open(path) as checkpoint:
+        return _is_training(checkpoint, names)
+    return False
 
 
 def _planned(folder: str, file: LinkedFile, why: str, names: Sequence[str], reflink: str) -> Slimmed:

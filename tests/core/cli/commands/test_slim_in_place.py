@@ -190,6 +190,42 @@ def test_anchors_of_versions_stay_if_they_are_to(run, cli):
     assert len(slimming.slim_in_place(RUN, keep_newest=1, dry_run=True).slimmed) == 3
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_delta_that_no_training_goes_on_from_is_not_the_newest(run, here, lost):
+    """Of values alone, or over a base that is gone."""
+    older, newer = ({"w": torch.full((5,), value).bfloat16()} for value in (1.0, 2.0))
+    (run / "last.pt").unlink()
+    if lost:
+        write(run, "step-8.pt", 8), write(run, "step-9.pt", 9)
+        ckpttool.delta(run / "step-8.pt", run / "step-9.pt", run / "step-9.delta.safetensors")
+        (run / "step-8.pt").unlink(), (run / "step-9.pt").unlink()
+    else:
+        save_file(older, here / "a.safetensors"), save_file(newer, here / "b.safetensors")
+        ckpttool.delta(
+            here / "a.safetensors", here / "b.safetensors", run / "step_000009.safetensors", layout="trl"
+        )
+    found = slimming.slim_in_place(RUN, keep_newest=1, dry_run=True)
+    assert "is the newest" in {why for name, why in reasons(found).items() if name.endswith(".pt")}
+    assert len(found.slimmed) == 3
+
+
+@pytest.mark.parametrize("place", ["deltas/step_000004.safetensors", "v00000004", "delta-00000004"])
+def test_anchors_stay_beside_deltas_of_any_series(run, here, place):
+    older, newer = ({"w": torch.full((5,), value).bfloat16()} for value in (1.0, 2.0))
+    save_file(older, here / "a.safetensors"), save_file(newer, here / "b.safetensors")
+    (run / place).parent.mkdir(exist_ok=True)
+    layout = {"d": "trl", "v": "weight-v", "delta-00000004": "skyrl"}
+    ckpttool.delta(
+        here / "a.safetensors",
+        here / "b.safetensors",
+        run / place,
+        layout=layout.get(place, layout.get(place[0])),
+    )
+    write(run, "weight_v000001.pt", 1)
+    with pytest.raises(NothingToDo):
+        slimming.slim_in_place(RUN, keep_newest=1, keep_anchors=True, dry_run=True)
+
+
 def test_what_would_take_the_model_too_stays(run):
     for name in ("model", "model.module.w"):
         with pytest.raises(NothingToDo):
