@@ -127,7 +127,7 @@ def apply(job: options.WriteJob, to: str | None, full: bool, version: int | None
       ckpttool apply base.pt sync new.safetensors --version 1
     """
     from ..core import formats
-    from . import applying, versions
+    from . import applying, patches, versions
 
     named = versions.expanded(job.inputs, version)
     is_alone = named == [*job.inputs]
@@ -144,7 +144,8 @@ def apply(job: options.WriteJob, to: str | None, full: bool, version: int | None
             return applying.apply(base, deltas, lazily=not job.dry_run or job.part is not None, **bar.calls)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        outcome = Outcome(f"applied {counted(len(deltas), 'delta')}", of_state=False)
+        done = f"applied {counted(len(deltas), 'delta')}"
+        outcome = Outcome(done, left_out=patches.passed_over(checkpoint), of_state=False)
         if job.companions:  # which were written for the base
             with formats.open(base) as older:
                 outcome.before = older.found_state()

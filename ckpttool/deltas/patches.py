@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     Groups = tuple[Iterator[NDArray[np.int64]], Callable[[int], bytes]]
 
 
+LACKED = "and the base lacks it"
+
+
+def passed_over(made: Checkpoint) -> tuple[str, ...]:
+    """Return the tensors of deltas that a base lacks, where a form passes over those."""
+    return tuple(remark.name for remark in made.remarks if remark.message.endswith(LACKED))
+
+
 def made_of(below: Checkpoint, patch: VersionPatch, file: Checkpoint) -> Checkpoint:
     """Return what a delta makes of a checkpoint, of which nothing else changes. No value is read.
 
@@ -56,7 +64,7 @@ def made_of(below: Checkpoint, patch: VersionPatch, file: Checkpoint) -> Checkpo
         return remade(value, [(key, new.get(str(key), old)) for key, old in value.items()])
 
     changed = below.changed(state, change_of)
-    remarks = tuple(Remark(name, f"changes in {file.path}, and the base lacks it") for name in absent)
+    remarks = tuple(Remark(name, f"changes in {file.path}, {LACKED}") for name in absent)
     return replace(changed, remarks=(*below.remarks, *remarks))
 
 
@@ -115,7 +123,11 @@ class Rewritten:
                 self._forget()
             end = start + len(out)
             while self._end < end:
-                piece = next(self._rest)
+                try:
+                    piece = next(self._rest)
+                except BaseException:
+                    self._forget()  # another thread asks again, and is told the same
+                    raise
                 self._kept.append((self._end, piece))
                 self._end += len(piece)
                 while self._end - self._first > WINDOW and len(self._kept) > 1 and self._kept[1][0] <= start:

@@ -314,13 +314,15 @@ def skyrl(folder: Path, old: Tensors, new: Tensors, **more: Any) -> dict[str, An
 
 
 def test_skyrl_of_others_is_read_and_tensors_that_the_base_lacks_are_named(
-    models: tuple[Tensors, Tensors],
+    models: tuple[Tensors, Tensors], cli: Cli
 ) -> None:
     base, new = models
     skyrl(Path("delta-00000001"), base | {"tied": base["flat"]}, new | {"tied": new["flat"]})
     with ckpttool.open("base.safetensors+delta-00000001") as made:
         assert [remark.name for remark in made.remarks] == ["tied"]
         assert bytes_of(made.state().load()) == bytes_of(new)
+    done = cli("apply", "base.safetensors", "delta-00000001", "out.safetensors")
+    assert_says(done, 0, "left out: tied")
 
 
 def test_prime_rl_of_others_is_read_packed_or_not(shorts: None) -> None:
@@ -402,6 +404,16 @@ def test_a_flipped_bit_a_missing_link_and_a_wrong_base_are_named(
     done = cli("verify", "base.safetensors+sync/weight_v000001")
     assert_says(done, 3, "weight_v000001")
     assert not Path("out.safetensors").exists()
+
+
+def test_each_thread_is_told_that_values_are_not_those_stated(models: tuple[Tensors, Tensors]) -> None:
+    base, new = models
+    weight_v(Path("weight_v000001"), base, new)
+    with ckpttool.open("new.safetensors+weight_v000001") as made:
+        data = made.state().tensors["wide"].storage.data
+        for _ in range(2):
+            with pytest.raises(Damaged, match="makes bytes of another checksum"):
+                getattr(data, "fill")(data.nbytes - 5, memoryview(bytearray(5)))  # noqa: B009
 
 
 def test_other_types_and_names_of_a_base_are_refused(models: tuple[Tensors, Tensors]) -> None:
