@@ -369,6 +369,28 @@ def test_a_place_that_was_tampered_with_is_no_output(
 # Parts that are written twice, late, or not at all
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+@pytest.mark.parametrize(
+    "linked", ["staged.ckpttool.part", "staged.ckpttool.part/pytorch_model-00001-of-00002.bin"]
+)
+def test_a_link_that_waits_where_parts_are_staged_is_not_written_through(
+    linked: str, tmp_path: Path, cli: Cli
+) -> None:
+    torch.save({"a": torch.ones(100), "b": torch.ones(100)}, tmp_path / "in.pt")
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    is_folder = "/" in linked
+    place = tmp_path / f".out{'' if is_folder else '.pt'}.ckpttool.parts" / linked
+    place.parent.mkdir(parents=True)
+    place.symlink_to(mine)
+    how = ["--to", "torch-sharded", "--shard-size", "400"] if is_folder else []
+    ran = cli(
+        "convert", tmp_path / "in.pt", tmp_path / ("out" if is_folder else "out.pt"), *how, "--part", "1/2"
+    )
+    assert_says(ran, 3, "is a link, which no part has made")
+    assert mine.read_bytes() == b"mine"
+
+
 def test_a_staged_output_that_was_changed_is_begun_again(folders: tuple[Path, Path], cli: Cli) -> None:
     alone, divided = folders
     assert run(cli, JOBS["cast"], alone).code == 0

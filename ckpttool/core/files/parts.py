@@ -157,10 +157,13 @@ class OutputParts(Attempt):
         system.sync_folder(self._meeting.staging)
 
     def _make_staged(self) -> None:
+        links = [place for place in (self.place, *self._staged()) if os.path.islink(place)]
+        if links:  # to a file of the user's, perhaps, by whoever may write there
+            raise Unreadable(links[0], "is a link, which no part has made", hint=self.again)
         if "" not in self._sizes:
             os.makedirs(self.place, exist_ok=True)
         for place, size in self._staged().items():
-            with open(os.open(place, system.CREATE, 0o666), "r+b") as file:
+            with open(os.open(place, system.CREATE | system.NO_LINK, 0o666), "r+b") as file:
                 if os.fstat(file.fileno()).st_size < size:
                     file.truncate(size)
 
