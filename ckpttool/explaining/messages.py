@@ -187,8 +187,8 @@ def _filled(command: str, mentioned: set[str], names: Mapping[str, str]) -> str:
     places = {"FOLDER": names["folder"]} if "folder" in names else {}
     file = mentioned.pop() if len(mentioned) == 1 else ""
     if file and file.isprintable():
-        file = f"./{file}" if file.startswith("-") else file
         stem, _, ending = re.split(r"[\\/]", file)[-1].rpartition(".")
         places["FILE"], places["NEW.safetensors"] = file, f"{stem}.mended.safetensors"
         places["NEW"] = f"{stem}.mended.{'safetensors' if ending == 'safetensors' else 'pt'}"
-    return " ".join(shlex.quote(places[word]) if word in places else word for word in command.split())
+    paths = {word: f"./{path}" if path.startswith("-") else path for word, path in places.items()}
+    return " ".join(shlex.quote(paths[word]) if word in paths else word for word in command.split())

@@ -290,7 +290,7 @@ def test_the_cause_comes_first_and_what_follows_from_it_after(cli: Cli, here: Pa
             "load_file('model.safetensors')",
             "ckpttool strip-prefix model.safetensors model.mended.safetensors",
         ),
-        ("torch.load('-rf.pt')", "ckpttool strip-prefix ./-rf.pt -rf.mended.pt"),
+        ("torch.load('-rf.pt')", "ckpttool strip-prefix ./-rf.pt ./-rf.mended.pt"),
         ("torch.load('a$(touch x).pt'); torch.load(\"a';rm -rf b;.pt\")", "ckpttool strip-prefix FILE NEW"),
         ('torch.load("$(touch x).pt")', "ckpttool strip-prefix '$(touch x).pt' '$(touch x).mended.pt'"),
         ("torch.load('a\x07b.pt')", "ckpttool strip-prefix FILE NEW"),
@@ -323,6 +323,8 @@ def test_the_names_in_a_text_are_in_the_answer(kind: str, said: str) -> None:
 
 def test_a_folder_is_in_the_command_and_control_characters_are_escaped(cli: Cli, here: Path) -> None:
     assert explain([PASTED["no-file-named"].encode()])[0].commands == ("ckpttool inspect /models/t5-v1",)
+    (of_option,) = explain([PASTED["no-file-named"].replace("/models/t5-v1", "--out=x").encode()])
+    assert of_option.commands == ("ckpttool inspect ./--out=x",)
     (here / "error.log").write_text(PASTED["size-mismatch"].replace("fc.weight", "fc\x07.w\x1b[31meight"))
     assert "fc\\x07.weight is [1000,512]" in cli("explain", "error.log").out
 
