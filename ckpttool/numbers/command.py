@@ -32,7 +32,7 @@ def convert_dequantize(conversion: Conversion, dequantize: bool) -> None:
         return
     from ..core.checkpoint.settings import SECTIONS
     from .quantize import dequantize as made_plain
-    from .settings import OWN
+    from .settings import MLX, OWN
 
     original, dtype, state = conversion.original, conversion.dtype, conversion.target.state
     conversion.checkpoint, report = made_plain(original, dtype=dtype, state=state)
@@ -46,7 +46,7 @@ def convert_dequantize(conversion: Conversion, dequantize: bool) -> None:
         outcome.notes.append("GGUF's types are made plain whenever they are read, with this flag or not")
     outcome.untrue = (*OWN,)
     if report.settings:
-        gone = [f"{at}{name}" for at in ("", "text_config.") for name in SECTIONS]
+        gone = [f"{at}{name}" for at in ("", "text_config.") for name in (*SECTIONS, MLX)]
         _correct(conversion, dict.fromkeys(gone), "no quantization_config")
 
 

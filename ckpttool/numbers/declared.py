@@ -21,7 +21,8 @@ from ..core.lazy import NDArray, np
 from ..core.tensors.ref import DTYPES, PLAIN_FLOATS, TensorRef
 from ..errors import Damaged, Refused, Unsupported
 from .formula import HIGH_FIRST, Field, Formula, Grid, Integers, Packing, Sizes, Table, elements, packed
-from .integers import grid_over, levels_of, of_levels, read_settings, scales, with_whole
+from .integers import grid_over, in_tiles, levels_of, read_settings
+from .micro import OF_MX, OF_NV, of_levels, unswizzled, with_whole
 from .settings import Group, PackedParts, shown
 
 MARK = ".comfy_quant"
@@ -191,7 +192,7 @@ Made = tuple[Formula, str]
 
 def _fp8(name: str) -> Callable[[PackedParts, Mapping[str, Any]], Made]:
     def make(parts: PackedParts, said: Mapping[str, Any]) -> Made:
-        weight = _as(parts, name)
+        weight = _as(parts, parts.lead, name)
         scale = parts.of(f"{parts.lead}_scale", "float bfloat")
         parts.require(scale.numel == 1, f"{parts.lead}_scale", "is more than one scale")
         grid, _ = grid_over(parts, f"{parts.lead}_scale", weight.shape)
@@ -265,52 +266,26 @@ def _nvfp4(parts: PackedParts, said: Mapping[str, Any]) -> Made:
     parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
     codes = packed(elements(weight), Packing(4, 1, order=HIGH_FIRST), weight.shape[1] * 2)
     name = f"{parts.lead}_scale"
-    given = _unswizzled(parts, name, "float8_e4m3fn", codes.shape, NV)
-    grid = Grid(name, with_whole(parts, parts.lead, given), (1, NV))
+    given = unswizzled(parts, name, _as(parts, name, "float8_e4m3fn"), codes.shape, OF_NV)
+    grid = Grid(name, with_whole(parts, name, given), (1, OF_NV))
     return Formula(codes, of_levels(), (grid,)), ""
 
 
 def _mxfp8(parts: PackedParts, said: Mapping[str, Any]) -> Made:
-    weight, name = _as(parts, "float8_e4m3fn"), f"{parts.lead}_scale"
-    parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
-    given = _unswizzled(parts, name, "float8_e8m0fnu", weight.shape, MX)
-    return Formula(elements(weight), levels_of(weight.dtype), (Grid(name, scales(given), (1, MX)),)), ""
+    weight, name = _as(parts, parts.lead, "float8_e4m3fn"), f"{parts.lead}_scale"
+    return in_tiles(parts, weight, name, _as(parts, name, "float8_e8m0fnu")), ""
 
 
-NV, MX = 16, 32  # numbers that share a scale; matrices are padded to whole squares of them
+def _as(parts: PackedParts, name: str, kind: str) -> TensorRef:
+    """Return a tensor in an 8-bit type, whose bits plain bytes may hold."""
+    return replace(parts.of(name, f"{kind} uint8"), dtype=DTYPES[kind])
+
 
 # What ComfyUI calls a format -> what makes the numbers, and the unit to which sizes are padded.
 FORMS: dict[str, tuple[Callable[[PackedParts, Mapping[str, Any]], Made], int]] = {
     **{name: (_fp8(name), 1) for name in ("float8_e4m3fn", "float8_e5m2")},
-    "nvfp4": (_nvfp4, NV),
-    "mxfp8": (_mxfp8, MX),
+    "nvfp4": (_nvfp4, OF_NV),
+    "mxfp8": (_mxfp8, OF_MX),
     "int8_tensorwise": (_int8, 1),
     "convrot_w4a4": (_int4, 1),
 }
-
-
-def _as(parts: PackedParts, name: str) -> TensorRef:
-    """Return the packed tensor in an 8-bit type, whose bits plain bytes may hold."""
-    return replace(parts.of(parts.lead, f"{name} uint8"), dtype=DTYPES[name])
-
-
-def _unswizzled(parts: PackedParts, name: str, kind: str, shape: Sizes, size: int) -> Field:
-    """Return the scales of groups of a matrix's rows, which lie in tiles of 128 × 4, as cuBLAS wants them."""
-    given, (rows, columns) = parts.of(name, f"{kind} uint8"), (shape[0], shape[1] // size)
-    parts.require(
-        not shape[1] % size, parts.lead, f"has rows of {shape[1]}, which groups of {size} don't divide"
-    )
-    high, wide = -(-rows // 128), -(-columns // 4)
-    fits = given.numel == high * wide * 512 and given.is_contiguous
-    parts.require(fits, name, f"has {given.numel} scales, and {high * wide * 512} fit it")
-    # A tile is 32 times four rows of 4, of which the second is 32 rows below the first.
-    tiles, steps = (high, 4, 32, wide, 4), (wide * 512, 4, 16, 512, 1)
-    whole = elements(replace(given, dtype=DTYPES[kind], shape=tiles, stride=steps))
-
-    def read(begin: Sizes, box: Sizes) -> NDArray[Any]:
-        (top, above), (left, before) = divmod(begin[0], 128), divmod(begin[1], 4)
-        tall, broad = -(-(above + box[0]) // 128), -(-(before + box[1]) // 4)
-        values = whole.read((top, 0, 0, left, 0), (tall, 4, 32, broad, 4)).reshape(tall * 128, broad * 4)
-        return values[above : above + box[0], before : before + box[1]]
-
-    return Field((rows, columns), read, whole.storages, DTYPES[kind])

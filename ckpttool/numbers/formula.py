@@ -141,15 +141,16 @@ def _unpacked(words: NDArray[Any], packing: Packing, held: int) -> NDArray[Any]:
     return codes
 
 
-# ---- The formula of every scheme: number = (level of its code - zero) · scale, in float32
+# ---- The formula of every scheme: number = (level of its code - zero) · scale + bias, in float32
 #
 # Scales and zeros belong to blocks of the tensor: the whole, a row, a group of a row, a rectangle. What
-# the scheme's own library computes in float32 and rounds once comes out the same, bit for bit.
+# the scheme's own library computes in float32 and rounds once comes out the same, bit for bit; and so does
+# what it computes in a narrower type, where each step is rounded.
 
 
 FLOAT = DTYPES["float32"]
 
-Step = Callable[..., object]  # a ufunc of two arrays and `out`
+Step = Callable[..., Any]  # a ufunc of two arrays and `out`
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +269,20 @@ class Formula:
     levels: Callable[[NDArray[Any], NDArray[Any]], object]  # (codes, out): put the numbers of codes into out
     scales: tuple[Grid | float, ...]  # multiplied one after another
     zero: Grid | None = None
+    bias: Grid | None = None
+    steps_in: DType = FLOAT  # the type in which the library computes
+
+    @property
+    def steps(self) -> list[tuple[Step, Grid | float]]:
+        """What is done to the numbers of codes, one after another."""
+        zero: list[tuple[Step, Grid | float]] = [(np.subtract, self.zero)] if self.zero else []
+        scaled: list[tuple[Step, Grid | float]] = [(np.multiply, scale) for scale in self.scales]
+        return zero + scaled + ([(np.add, self.bias)] if self.bias else [])
 
     @property
     def grids(self) -> list[Grid]:
-        """The zeros and scales that belong to blocks."""
-        return [grid for grid in (self.zero, *self.scales) if isinstance(grid, Grid)]
+        """The zeros, scales and biases that belong to blocks."""
+        return [grid for _, grid in self.steps if isinstance(grid, Grid)]
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -300,13 +310,9 @@ class Formula:
         values = np.empty(len(codes), "<f4")
         self.levels(codes, values)
         with np.errstate(all="ignore"):
-            if self.zero is not None:
-                values = values - self.zero.numbers(first, sizes)[..., None]
-            for scale in self.scales:
-                if isinstance(scale, Grid):
-                    values = values * scale.numbers(first, sizes)[..., None]
-                else:
-                    values = values * np.float32(scale)
+            for step, by in self.steps:
+                number = by.numbers(first, sizes)[..., None] if isinstance(by, Grid) else np.float32(by)
+                values = self._rounded(step(values, number))
         return values
 
     def _fill(self, start: int, out: memoryview) -> None:
@@ -319,10 +325,14 @@ class Formula:
         """Put the numbers of a box into an array of its size."""
         self.levels(self.codes.read(begin, box.shape), box)
         with np.errstate(all="ignore"):  # overflows are counted where the result is rounded
-            if self.zero is not None:
-                self.zero.apply(np.subtract, box, begin)
-            for scale in self.scales:
-                if isinstance(scale, Grid):
-                    scale.apply(np.multiply, box, begin)
+            for step, by in self.steps:
+                if isinstance(by, Grid):
+                    by.apply(step, box, begin)
                 else:
-                    np.multiply(box, np.float32(scale), out=box)
+                    step(box, np.float32(by), out=box)
+                if self.steps_in is not FLOAT:
+                    box[...] = self._rounded(box)
+
+    def _rounded(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return what the library's own type makes of numbers."""
+        return values if self.steps_in is FLOAT else values.astype(numpy_type(self.steps_in)).astype("<f4")

@@ -1,4 +1,4 @@
-"""The schemes of packed weights: GPTQ, AWQ, compressed-tensors, MXFP4, NVFP4, fp8, int8 and bitsandbytes.
+"""The schemes of packed weights: GPTQ, AWQ, compressed-tensors, fp8, int8 and bitsandbytes.
 
 Sources: AutoGPTQ's and GPTQModel's `pack` (words along the inputs, zeros along the outputs, stored less one
 in format 1, `g_idx` the group of each input), AutoAWQ's `WQLinear_GEMM` (words along the outputs, in the
@@ -19,6 +19,7 @@ from ..core.lazy import NDArray, np
 from ..core.tensors.ref import DTYPES, DType, TensorRef, extent, numpy_type
 from ..errors import Unsupported
 from .formula import Field, Formula, Grid, Integers, Packing, Sizes, Table, elements, numbers, packed
+from .micro import EXPONENTS, OF_MX, fp4_rows, scales, unswizzled
 from .settings import Group, PackedParts, shown
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -177,84 +178,6 @@ def _size(parts: PackedParts, inputs: int, groups: int) -> int:
     return inputs // groups
 
 
-# ---- 4-bit floats (e2m1), two in a byte: MXFP4 has a power of two for 32, NVFP4 has fp8 for 16
-#
-# Sources: OCP's Microscaling Formats 1.0 (e2m1, e8m0), the `convert_moe_packed_tensors` of transformers'
-# MXFP4 (gpt-oss: `_blocks`, `_scales`, experts transposed), compressed-tensors' `nvfp4-pack-quantized`
-# (the global scale divides) and ModelOpt's NVFP4 (`weight_scale_2` multiplies).
-
-
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-OF_MX, OF_NV = 32, 16  # numbers that share a scale
-EXPONENTS = ("uint8", "float8_e8m0fnu")  # types of scales that are powers of two
-
-
-def of_levels() -> Table:
-    """Return the numbers of the codes of e2m1."""
-    return Table(np.array([*MAGNITUDES, *(-each for each in MAGNITUDES)], "<f4"))
-
-
-def scales(given: Field) -> Field:
-    """Return scales: numbers, or the powers of two whose exponents they are, infinite for the code of NaN."""
-    if given.dtype.name not in EXPONENTS:
-        return numbers(given)
-
-    def power(exponents: NDArray[Any]) -> NDArray[Any]:
-        with np.errstate(over="ignore"):
-            powers: NDArray[Any] = np.ldexp(np.float32(1), exponents.astype("i4") - 127)
-        return powers
-
-    return given.each(power)
-
-
-def of_experts(parts: PackedParts, name: str) -> Group:
-    """Return blocks of [experts, rows, groups, 16] bytes with their scales as a group."""
-    blocks = parts.of(parts.lead, "uint8")
-    fits = len(blocks.shape) == 4 and blocks.shape[-1] == OF_MX // 2
-    parts.require(fits, parts.lead, "isn't [E, rows, groups, 16]")
-    turned, (experts, rows, groups, _) = parts.strips.turned, blocks.shape
-    given = parts.of(f"{name}_scales", "uint8", (experts, rows, groups))
-    whole = blocks.stride[-2] == OF_MX // 2 and blocks.stride[-1] == 1
-    parts.require(whole, parts.lead, "is a view of another tensor")
-    flat = replace(blocks, shape=(experts, rows, groups * OF_MX // 2), stride=(*blocks.stride[:2], 1))
-    codes = packed(turned(flat), Packing(4, 1), groups * OF_MX)
-    scale = Grid(f"{name}_scales", scales(turned(given)), (1, OF_MX, 1))
-    formula = Formula(codes, of_levels(), (scale,))
-    return parts.group(name, "MXFP4", DTYPES["bfloat16"], codes.shape, formula)
-
-
-def fp4_rows(parts: PackedParts, name: str, scale: str, *, needs_whole: bool = True) -> Group:
-    """Return packed rows with their scales as a group: fp8 scales with a global one, or powers of two."""
-    weight, given = parts.of(parts.lead, "uint8 int8 float4"), parts.need(scale)
-    parts.require(len(weight.shape) == 2, parts.lead, f"is of shape {list(weight.shape)}, and no matrix")
-    rows, columns = weight.shape[0], weight.shape[1] * 2
-    size = OF_MX if given.dtype.name in EXPONENTS else OF_NV
-    parts.of(scale, "uint8 float8", (rows, -(-columns // size)))
-    what = f"has rows of {columns}, which groups of {size} don't divide"
-    parts.require(columns % size == 0, parts.lead, what)
-    has_whole = size == OF_NV and (needs_whole or f"{name}_scale_2" in parts.tensors)
-    field = with_whole(parts, name, elements(given)) if has_whole else scales(elements(given))
-    codes = packed(elements(replace(weight, dtype=DTYPES["uint8"])), Packing(4, 1), columns)
-    formula = Formula(codes, of_levels(), (Grid(scale, field, (1, size)),))
-    kind = "MXFP4" if size == OF_MX else "NVFP4"
-    return parts.group(name, kind, parts.settings.dtype, codes.shape, formula)
-
-
-def with_whole(parts: PackedParts, name: str, given: Field) -> Field:
-    """Return the scales of groups with that of the whole tensor. Raises Refused where it is not one."""
-    divides = f"{name}_global_scale" in parts.tensors
-    whole = parts.of(f"{name}_global_scale" if divides else f"{name}_scale_2", "float32")
-    parts.require(whole.numel == 1, parts.lead, "has more than one global scale")
-
-    def both(values: NDArray[Any]) -> NDArray[Any]:
-        by = numbers(elements(whole)).read((0,) * len(whole.shape), whole.shape).reshape(())
-        with np.errstate(all="ignore"):
-            products: NDArray[Any] = values / by if divides else values * by
-        return products
-
-    return replace(numbers(given).each(both), storages=(*given.storages, whole.storage))
-
-
 # ---- fp8 and int8 with scales, by tensor, channel, group or block
 #
 # Sources: DeepSeek-V3's README_WEIGHTS.md (`weight_scale_inv`, 128 × 128, multiplied), vLLM's `fp8.py`,
@@ -270,7 +193,8 @@ def scale_of(tensors: Mapping[str, TensorRef], name: str) -> str | None:
     """Return the name of the scale of an 8-bit tensor; None where there is none by any known name."""
     stem = name.removesuffix(".weight")
     beside = [f"{stem}.{end}" for end in ("scale_weight", "qscale_weight", "scale")] if stem != name else []
-    return next((each for each in (f"{name}_scale_inv", f"{name}_scale", *beside) if each in tensors), None)
+    ends = ("_scale_inv", "_scale", "_weight_scale")  # the last of experts in one tensor
+    return next((each for each in (*(f"{name}{end}" for end in ends), *beside) if each in tensors), None)
 
 
 def scaled(parts: PackedParts, scale: str) -> Group:
@@ -289,6 +213,12 @@ def scaled(parts: PackedParts, scale: str) -> Group:
     dtype = given.dtype if given.dtype.name in ("bfloat16", "float16") else parts.settings.dtype
     kind = weight.dtype.name.replace("float8_e4m3fn", "fp8").replace("float8_", "fp8 ")
     return parts.group(parts.lead, f"{kind}, {words}", dtype, weight.shape, formula)
+
+
+def in_tiles(parts: PackedParts, weight: TensorRef, name: str, given: TensorRef) -> Formula:
+    """Return what a matrix of MXFP8 is made of, whose scales lie in tiles."""
+    field = scales(unswizzled(parts, name, given, weight.shape, OF_MX))
+    return Formula(elements(weight), levels_of(weight.dtype), (Grid(name, field, (1, OF_MX)),))
 
 
 def levels_of(dtype: DType) -> Integers | Table:

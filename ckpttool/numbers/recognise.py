@@ -24,10 +24,11 @@ from ..core.inert_pickle.values import FROM_TYPE, Global, Record, tensor_of
 from ..core.remote import urls
 from ..core.tensors.ref import DTYPES, DType, TensorRef
 from ..errors import CkptToolError, Refused, Unsupported
-from . import integers
+from . import integers, micro
 from .declared import MARK, declared
 from .integers import scaled
 from .lookup import Strips
+from .mlx_groups import of_words
 from .settings import Group, PackedParts, QuantizationSettings, packing_beside
 
 ROOT = "torchao."
@@ -69,12 +70,14 @@ class Subclass:
         block = self._block()
         settings = QuantizationSettings(path, {"weight_block_size": block}) if block else NONE
         parts = PackedParts(path, {**beside, self.name: data}, self.name, settings)
-        for name in ("act_pre_scale", "is_swizzled_scales"):
-            given = self.settings.get(name) or self.tensors.get(name)
-            parts.require(not given, self.name, f"has {name}, which is not read here")
-        scale = f"{self.name}_scale"
+        given = self.settings.get("act_pre_scale") or self.tensors.get("act_pre_scale")
+        parts.require(not given, self.name, "has act_pre_scale, which is not read here")
+        scale, is_swizzled = f"{self.name}_scale", bool(self.settings.get("is_swizzled_scales"))
         if self.kind in MICRO and data.dtype.name in ("uint8", "float4_e2m1fn_x2"):
-            group = integers.fp4_rows(parts, self.name, scale, needs_whole=False)
+            group = micro.fp4_rows(parts, self.name, scale, needs_whole=False, is_swizzled=is_swizzled)
+        elif is_swizzled:
+            formula = integers.in_tiles(parts, data, scale, parts.of(scale, "float8_e8m0fnu"))
+            group = parts.group(self.name, "MXFP8", settings.dtype, data.shape, formula)
         else:
             group = scaled(parts, scale)
         words = f"torchao {self.kind}, {group.scheme}"
@@ -147,12 +150,20 @@ def _json(text: str | None) -> object:
 # Methods whose tensors are known here; a checkpoint of another is named as what it is.
 KNOWN = {
     *("", "fp8", "fbgemm_fp8", "compressed-tensors", "compressed_tensors", "modelopt", "modelopt_fp4"),
+    *("modelopt_mxfp8", "modelopt_mixed"),
     *("mxfp4", "awq", "bitsandbytes", "torchao", "deepspeedfp", "quark", "mxfp8", *integers.OF_GPTQ),
 }
 # Layouts of compressed-tensors whose tensors are known here.
 FORMATS = {
     *("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+}
+
+# Algorithms of ModelOpt whose tensors are known here; with MIXED_PRECISION each layer has its own.
+ALGORITHMS = {
+    *("", "MIXED_PRECISION", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MXFP8"),
+    *("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8"),
+    *("W8A16", "W8A8_SQ_PER_CHANNEL"),
 }
 
 # Ends of names that belong to a packed tensor and to nothing else.
@@ -165,7 +176,7 @@ PARTS = (
 )
 # Ends of names of what only quantised layers have, for their activations and the cache of keys and values.
 ACTIVATIONS = re.compile(
-    r"(.*\.)?(input|output|activation|act|[qkv]|prob)(_proj)?_(scale|scale_inv|zero_point|global_scale)"
+    r"(.*\.)?(\w+_proj_)?(input|output|activation|act|[qkv]|prob)(_proj)?_(scale|scale_inv|zero_point|global_scale)"
     r"|(.*\.)?(scale_input|qscale_act|weight_format|input_g_idx|scaled_fp8)"
 )
 
@@ -299,6 +310,10 @@ def unknown(path: str, settings: QuantizationSettings) -> Iterator[Unsupported]:
     if settings.method not in KNOWN:
         what = f"is quantised by '{settings.method[:40]}', which is none of the methods read here"
         yield Unsupported(path, what)
+    elif settings.method.startswith("modelopt"):
+        for algorithm in {*settings.algorithms()} - ALGORITHMS:
+            what = f"is of ModelOpt's algorithm '{algorithm[:40]}', which is none of those read here"
+            yield Unsupported(settings.path or path, what)
     elif settings.method.startswith("compressed"):
         form = settings.text("format") or "dense"
         if form not in FORMATS:
@@ -324,18 +339,14 @@ def _scheme(tensors: Mapping[str, TensorRef], name: str, tensor: TensorRef) -> M
     if name.endswith("_packed") and f"{(weight := name.removesuffix('_packed'))}_scale" in tensors:
         if tensor.dtype.name == "int32":
             return lambda parts: integers.of_rows(parts, weight)
-        return lambda parts: integers.fp4_rows(parts, weight, f"{weight}_scale")
+        return lambda parts: micro.fp4_rows(parts, weight, f"{weight}_scale")
     if name.endswith("_blocks") and f"{(experts := name.removesuffix('_blocks'))}_scales" in tensors:
-        return lambda parts: integers.of_experts(parts, experts)
+        return lambda parts: micro.of_experts(parts, experts)
     if tensor.dtype.name == "int8" and f"{stem}.SCB" in tensors:
         return lambda parts: integers.by_largest(parts, f"{stem}.SCB")
     if tensor.dtype.name == "uint32":
-        is_mlx = {f"{stem}.scales", f"{stem}.biases"} <= tensors.keys()
-        return (
-            partial(_refuse, f"'{name[:200]}' is packed as MLX packs, which is not read here")
-            if is_mlx
-            else None
-        )
+        is_mlx = end == "weight" and f"{stem}.scales" in tensors
+        return (lambda parts: of_words(parts, stem)) if is_mlx else None
     if tensor.dtype.name != "int32" and (scale := integers.scale_of(tensors, name)) is not None:
         return lambda parts: integers.scaled(parts, scale)
     return None

@@ -17,6 +17,8 @@ from .lookup import Strips, rounded
 # Files of the libraries' own with what else stands in config.json, and the method that they are of.
 OWN = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
+MLX = "quantization"  # of config.json: MLX's own section
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSettings:
@@ -87,6 +89,13 @@ class QuantizationSettings:
             if weights:
                 yield QuantizationSettings(self.path, weights, self.model)
 
+    def algorithms(self) -> Iterator[str]:
+        """Yield the algorithms that ModelOpt names, for all layers or each. Raises Damaged for no names."""
+        said = self._object(self.section, "quantization") or self.section
+        layers = self._object(said, "quantized_layers")
+        for each in (said, *(self._object(layers, name) for name in layers)):
+            yield QuantizationSettings(self.path, each).text("quant_algo").upper()
+
     def _object(self, of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         value = of.get(name)
         if value is not None and not isinstance(value, dict):
@@ -112,6 +121,8 @@ def packing_beside(path: str) -> QuantizationSettings:
                 raise Damaged(place, f"says {name} = {shown(section)}, which is no object")
             if section:
                 return QuantizationSettings(place, section, model)
+    if isinstance(section := model.get(MLX), dict):
+        return QuantizationSettings(place, section, model)
     place, section = settings_beside(path, *OWN)
     method = {"quant_method": OWN[os.path.basename(place)]} if place else {}
     return QuantizationSettings(place, method | section, model)

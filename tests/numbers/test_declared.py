@@ -367,15 +367,6 @@ def test_empty_and_tiny_matrices_of_each_format(tmp_path: Path) -> None:
             assert weight(tmp_path, parts).shape == (rows, columns)
 
 
-def test_mlx_is_named(tmp_path: Path) -> None:
-    tensors = {
-        "l.weight": torch.ones(4, 8).to(torch.uint32),
-        "l.scales": torch.ones(4, 1).half(),
-        "l.biases": torch.ones(4, 1).half(),
-    }
-    assert "MLX" in refusal(tmp_path, tensors, {"group_size": 64, "bits": 4})
-
-
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
