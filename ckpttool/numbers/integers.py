@@ -253,7 +253,12 @@ def grid_over(parts: PackedParts, name: str, shape: Sizes) -> tuple[Grid, str]:
 
 def _with_axes(tensor: TensorRef, shape: Sizes) -> TensorRef | None:
     """Return scales with as many axes as the tensor: those of its first axes, or one for all of it."""
-    given, axes = tensor.shape, len(shape)
+    axes = len(shape)
+    if len(tensor.shape) == 2 * axes and {*tensor.shape[1::2]} == {
+        1
+    }:  # ModelOpt's blocks: [rows, 1, columns, 1]
+        tensor = replace(tensor, shape=tensor.shape[::2], stride=tensor.stride[::2])
+    given = tensor.shape
     if prod(given) == 1:
         return replace(tensor, shape=(1,) * axes, stride=(1,) * axes)
     missing = axes - len(given)

@@ -48,6 +48,7 @@ class Subclass:
         settings: its other attributes.
         dtype: the type that it stands for; None where nothing says so.
         keys: the names in the state that it takes, the first being where it stands.
+        needed: the names of the tensors that it must have.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Subclass:
     settings: Mapping[str, Any]
     dtype: DType | None
     keys: tuple[str, ...]
+    needed: tuple[str, ...] = ()
 
     def group(self, around: PackedParts) -> Group:
         """Return it as a group. Raises Refused where its parts don't fit, Unsupported for other classes."""
@@ -70,6 +72,8 @@ class Subclass:
         block = self._block()
         settings = QuantizationSettings(path, {"weight_block_size": block}) if block else NONE
         parts = PackedParts(path, {**beside, self.name: data}, self.name, settings)
+        for name in self.needed:
+            parts.require(name in self.tensors, f"{self.name}_{name}", "is missing, and the header names it")
         given = self.settings.get("act_pre_scale") or self.tensors.get("act_pre_scale")
         parts.require(not given, self.name, "has act_pre_scale, which is not read here")
         scale, is_swizzled = f"{self.name}_scale", bool(self.settings.get("is_swizzled_scales"))
@@ -127,14 +131,16 @@ def _pickled(name: str, value: object) -> Subclass | None:
 def _apart(name: str, said: dict[str, Any], tensors: Mapping[str, TensorRef]) -> Subclass:
     module, _, attribute = name.rpartition(".")
     prefix = f"{module}._{attribute}_"
-    keys = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+    full_names = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
     data = said.get("_data")
     settings = data if isinstance(data, dict) else {}
     named = settings.get("dtype") or settings.get("orig_dtype")
     dtype = DTYPES.get(str(named.get("_data"))) if isinstance(named, dict) else None
-    parts = {key: tensors[full] for key, full in keys.items()}
-    order = sorted(keys.values(), key=lambda key: key != f"{prefix}qdata")
-    return Subclass(name, str(said.get("_type")), parts, settings, dtype, tuple(order) or (name,))
+    parts = {key: tensors[full] for key, full in full_names.items()}
+    order = sorted(full_names.values(), key=lambda key: key != f"{prefix}qdata")
+    named, keys = said.get("_tensor_data_names"), tuple(order) or (name,)
+    needed = tuple(map(str, named)) if isinstance(named, list) else ()
+    return Subclass(name, str(said.get("_type")), parts, settings, dtype, keys, needed)
 
 
 def _json(text: str | None) -> object:

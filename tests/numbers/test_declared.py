@@ -138,6 +138,23 @@ def test_a_rotation_is_turned_back(tmp_path: Path, size: int, by_row: bool, dtyp
         assert torch.allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("full", [0, 2])
+def test_the_older_mark_of_fp8_is_read_and_left_out(
+    tmp_path: Path, prefix: str, kind: torch.dtype, full: int
+) -> None:
+    codes, scale = torch.randn(24, 40).to(kind), torch.tensor(0.21)
+    parts = {"l.weight": codes, "l.scale_weight": scale, "l.scale_input": torch.tensor(1.0)}
+    parts |= {"l.bias": torch.ones(24), "scaled_fp8": torch.zeros(full).to(kind)}
+    got, report = plain(
+        written(tmp_path, {f"{prefix}{name}": each for name, each in parts.items()}), "float32"
+    )
+    assert {*got} == {f"{prefix}l.weight", f"{prefix}l.bias"}
+    assert equal(got[f"{prefix}l.weight"], codes.float() * scale)
+    assert {*report.left_out} == {f"{prefix}l.scale_input", f"{prefix}scaled_fp8"}
+
+
 def test_the_usual_rotation_is_of_256_and_experts_are_rotated_by_row(tmp_path: Path) -> None:
     codes = torch.randint(-128, 128, (3, 8, 512), dtype=torch.int8)
     scale = torch.rand(3, 8)
@@ -176,6 +193,10 @@ def refused(folder: Path, tensors: Tensors, layers: dict[str, Any]) -> str:
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{
+        f"the format {name}": (name, {}, f"is packed as '{name}', which is none of those read")
+        for name in ("awq_w4a16", "svdquant_w4a4", "nvfp5")
+    },
     "an unknown format": ("asym_w4a8_int8", {}, "is packed as 'asym_w4a8_int8', which is none of those read"),
     "an unknown setting": ("nvfp4", {"swirl": 2}, "says swirl, which is not known here"),
     "another rotation": ("int8_tensorwise", {"convrot": True, "convrot_groupsize": 128}, "128, which is no"),

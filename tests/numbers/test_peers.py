@@ -160,11 +160,32 @@ def test_torchao_pickled_and_taken_apart(tmp_path: Path, dtype: torch.dtype) -> 
             mx.MXTensor.to_mx(values, kind, 32) for kind in (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
         ]
         made.append(nv.NVFP4Tensor.to_nvfp4(values, per_tensor_scale=torch.tensor(0.01)))
+        made += [
+            mx.MXTensor.to_mx(each, kind, 32, is_swizzled_scales=is_swizzled)
+            for kind in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
+            for each, is_swizzled in ((values, True), (values.repeat(3, 5), True), (values[None], False))
+        ]
+        scale, each = torch.tensor(0.01), torch.tensor([0.01, 0.02]).reshape(2, 1, 1)
+        nvfp4 = nv.NVFP4Tensor.to_nvfp4
+        made += [nvfp4(values, is_swizzled_scales=True), nvfp4(torch.stack([values, -values]))]
+        made.append(nvfp4(values.repeat(3, 5), per_tensor_scale=scale, is_swizzled_scales=True))
+        made.append(nvfp4(torch.stack([values, values]), per_tensor_scale=each))
     for tensor in made:
         parts, metadata = support.flatten_tensor_state_dict({"l.weight": tensor})
         assert equal(weight(tmp_path, parts, metadata=metadata), tensor.dequantize())
         torch.save({"l.weight": tensor}, tmp_path / "a.pt")
         assert equal(plain(tmp_path / "a.pt")[0]["l.weight"], tensor.dequantize())
+
+
+def test_what_torchao_s_header_names_must_be_there(tmp_path: Path) -> None:
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support", reason="needs torchao")
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    tensor = nv.NVFP4Tensor.to_nvfp4(torch.randn(16, 64), per_tensor_scale=torch.tensor(0.01))
+    parts, metadata = support.flatten_tensor_state_dict({"l.weight": tensor})
+    for name in ("l._weight_per_tensor_scale", "l._weight_scale", "l._weight_qdata"):
+        fewer = {each: part for each, part in parts.items() if each != name}
+        with pytest.raises(ckpttool.errors.Refused, match=f"{name.removeprefix('l._')}' is missing"):
+            plain(written(tmp_path, fewer, metadata=metadata))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries', about their own settings
@@ -198,3 +219,52 @@ def _plainly(transformers: Any, scheme: str) -> Any:
     if scheme == "fp8-block":
         return transformers.FineGrainedFP8Config(dequantize=True)
     return transformers.CompressedTensorsConfig(dequantize=True)
+
+
+# ---- ComfyUI's own code, in float32: on a CPU it rounds the scales of NVFP4 to the type asked for
+
+
+@pytest.mark.parametrize("kind", ["nvfp4.TensorCoreNVFP4Layout", "mxfp8.TensorCoreMXFP8Layout"])
+@pytest.mark.parametrize("shape", [(40, 72), (128, 64), (1, 16), (300, 200), (17, 33)], ids=str)
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_comfy_kitchen_s_padded_blocks(
+    tmp_path: Path, kind: str, shape: tuple[int, int], as_bytes: bool
+) -> None:
+    module, _, name = kind.partition(".")
+    layout = getattr(pytest.importorskip(f"comfy_kitchen.tensor.{module}"), name)
+    values = torch.randn(shape)
+    codes, params = layout.quantize(values)
+    parts = {f"l.weight{end}": each for end, each in layout.state_dict_tensors(codes, params).items()}
+    if as_bytes:
+        parts["l.weight_scale"] = parts["l.weight_scale"].view(torch.uint8)
+    said = {"format": module, "orig_shape": [*shape], "orig_dtype": "torch.float32"}
+    mark = torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+    got = weight(tmp_path, {**parts, "l.comfy_quant": mark})
+    assert equal(got, layout.dequantize(codes, params)[: shape[0], : shape[1]])
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_comfy_kitchen_s_int8_and_fp8(tmp_path: Path, by_row: bool) -> None:
+    int8 = pytest.importorskip("comfy_kitchen.tensor.int8", reason="needs comfy-kitchen")
+    fp8 = pytest.importorskip("comfy_kitchen.tensor.fp8", reason="needs comfy-kitchen")
+    made: dict[str, tuple[Any, dict[str, Any]]] = {
+        "int8_tensorwise": (int8.TensorWiseINT8Layout, {"per_channel": by_row}),
+        "float8_e4m3fn": (fp8.TensorCoreFP8Layout, {"dtype": torch.float8_e4m3fn}),
+        "float8_e5m2": (fp8.TensorCoreFP8Layout, {"dtype": torch.float8_e5m2}),
+    }
+    for form, (layout, how) in made.items():
+        codes, params = layout.quantize(torch.randn(24, 80), **how)
+        mark = torch.tensor([*json.dumps({"format": form}).encode()], dtype=torch.uint8)
+        parts = {"l.weight": codes, "l.weight_scale": params.scale, "l.comfy_quant": mark}
+        got, _ = plain(written(tmp_path, parts), "float32")
+        assert equal(got["l.weight"], layout.dequantize(codes, params))
+
+
+def test_comfy_kitchen_s_rotations(tmp_path: Path) -> None:
+    int8 = pytest.importorskip("comfy_kitchen.tensor.int8", reason="needs comfy-kitchen")
+    layout, said = int8.TensorWiseINT8Layout, {"format": "int8_tensorwise", "convrot": True}
+    codes, params = layout.quantize(torch.randn(24, 512), per_channel=True, convrot=True)
+    mark = torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+    parts = {"l.weight": codes, "l.weight_scale": params.scale, "l.comfy_quant": mark}
+    got, _ = plain(written(tmp_path, parts), "float32")
+    assert torch.allclose(got["l.weight"], layout.dequantize(codes, params), rtol=1e-5, atol=1e-6)
