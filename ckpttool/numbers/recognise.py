@@ -61,6 +61,8 @@ class Subclass:
 
     def group(self, around: PackedParts) -> Group:
         """Return it as a group. Raises Refused where its parts don't fit, Unsupported for other classes."""
+        for name in self.needed:
+            around.require(name in self.tensors, f"{self.name}_{name}", "is missing, and the header names it")
         path = around.path
         beside = {f"{self.name}_{name}": tensor for name, tensor in self.tensors.items()}
         data = beside.pop(f"{self.name}_qdata", None)
@@ -72,8 +74,6 @@ class Subclass:
         block = self._block()
         settings = QuantizationSettings(path, {"weight_block_size": block}) if block else NONE
         parts = PackedParts(path, {**beside, self.name: data}, self.name, settings)
-        for name in self.needed:
-            parts.require(name in self.tensors, f"{self.name}_{name}", "is missing, and the header names it")
         given = self.settings.get("act_pre_scale") or self.tensors.get("act_pre_scale")
         parts.require(not given, self.name, "has act_pre_scale, which is not read here")
         scale, is_swizzled = f"{self.name}_scale", bool(self.settings.get("is_swizzled_scales"))
@@ -279,7 +279,7 @@ def recognise(checkpoint: Checkpoint, state: State) -> PackedState:
     unused = tuple(name for name in tensors if name not in used and ACTIVATIONS.fullmatch(name))
     alone = parts.difference(used, unused)
     faults += [Refused(path, f"'{name[:200]}' belongs to no packed tensor") for name in sorted(alone)]
-    bare = {name: kind for name, kind in bare.items() if name not in used}
+    bare = {name: kind for name, kind in bare.items() if name not in used and name not in unused}
     if groups and bare:
         name, kind = next(iter(bare.items()))
         faults.append(Refused(path, f"'{name[:200]}' is of {kind}, and has no scale"))
