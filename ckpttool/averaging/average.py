@@ -18,7 +18,7 @@ from ..core.checkpoint.state import MEAN, VARIANCE, State
 from ..core.formats.reading import File
 from ..core.formats.reading import open as open_checkpoint
 from ..core.inert_pickle.values import remade
-from ..core.tensors.cast import CastReport
+from ..core.tensors.cast import FLOATS, CastReport
 from ..core.tensors.ref import PLAIN_FLOATS, Storage, TensorRef, real_dtype
 from ..core.tensors.values import MAX_REPEATED, require_bounded, same_values
 from ..errors import NothingToDo, Refused, UsageFault
@@ -193,7 +193,8 @@ class _Averaging:
         if part.name not in PLAIN_FLOATS:
             path, what = last.storage.data.path, f"'{name}' is {last.dtype.name}, which can't be averaged"
             convert = f"ckpttool convert {shlex.quote(path)} bf16.pt --dtype bf16"
-            raise Refused(path, what, hint=f"convert each file first: {convert}")
+            hint = f"convert each file first: {convert}" if part.name in FLOATS else None
+            raise Refused(path, what, hint=hint)
         for tensor in inputs:
             require_bounded(name, tensor)
         self.averaged.append(name)

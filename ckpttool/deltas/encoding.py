@@ -19,7 +19,7 @@ from ..core.files.crc import combined, crc32
 from ..core.files.digest import PIECE
 from ..core.files.threads import MOST_THREADS, Buffers, Progress, cores, cut, map_pieces
 from ..core.lazy import np
-from ..core.tensors.ref import DTYPES, ByteRange, TensorRef
+from ..core.tensors.ref import ALL_DTYPES, ByteRange, TensorRef
 from ..core.tensors.values import require_bounded
 from . import differences
 from .differences import UNSIGNED, few_places, packable
@@ -254,7 +254,7 @@ class _Growing:
 
     def taken(self, dtype: str) -> tuple[TensorRef, int]:
         """Keep what grew; return it as a flat tensor, with its CRC-32."""
-        kind, data = DTYPES[dtype], ByteRange(self.spool.source, self.start, self.grown)
+        kind, data = ALL_DTYPES[dtype], ByteRange(self.spool.source, self.start, self.grown)
         self.start = self.spool.source.size
         return TensorRef.of_bytes(data, kind, (data.nbytes // kind.itemsize,)), self.crc32
 

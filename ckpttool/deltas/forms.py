@@ -21,7 +21,7 @@ from ..core.inert_pickle.values import OrderedDict_
 from ..core.lazy import NDArray, hashlib, np
 from ..core.remote.places import open_part, open_source_at
 from ..core.system import join
-from ..core.tensors.ref import DTYPES, PLAIN_FLOATS, ByteRange, Source, TensorRef, is_count
+from ..core.tensors.ref import ALL_DTYPES, PLAIN_FLOATS, ByteRange, Source, TensorRef, is_count
 from ..errors import Damaged, Refused, Unsupported, install
 from . import differences
 
@@ -316,7 +316,7 @@ def _listed(file: Checkpoint, said: Mapping[str, Any]) -> Iterator[tuple[str, Ma
 
 def _declared(file: Checkpoint, name: str, each: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     dtype, shape = str(each.get("dtype")).removeprefix("torch."), each.get("shape")
-    if dtype not in DTYPES or not isinstance(shape, list) or not all(map(is_count, shape)):
+    if dtype not in ALL_DTYPES or not isinstance(shape, list) or not all(map(is_count, shape)):
         raise Damaged(file.path, f"states a type or a shape of '{name[:80]}' that is none")
     return dtype, tuple(shape)
 

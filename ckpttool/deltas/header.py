@@ -214,7 +214,7 @@ def _digest(value: Any) -> str:
 def _entry(name: str, value: Any) -> DeltaEntry:
     said = _object(value)
     kind, parts, shape = _text(said.get("as")), _object(said.get("in")), said.get("shape")
-    dtype = ref.DTYPES.get(_text(said.get("dtype")))
+    dtype = ref.ALL_DTYPES.get(_text(said.get("dtype")))
     if dtype is None or dtype.safetensors is None:
         raise BadHeader(f"has a type of '{name[:80]}' that safetensors lacks")
     if not isinstance(shape, list) or len(shape) > ref.MAX_AXES or not all(map(ref.is_count, shape)):

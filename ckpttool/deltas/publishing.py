@@ -90,8 +90,8 @@ def alike(base: Checkpoint, newer: Checkpoint, where: str | None) -> dict[str, D
             said = [f"{form[0]} {list(form[1])}" if form else "missing" for form in forms]
             what = f"'{name[:80]}' is {said[1]}, and {said[0]} in {base.path}: a patch changes values alone"
             raise Refused(newer.path, what, hint="leave out --as: our own form holds it")
-        if (kind := new[name].dtype).safetensors is None:
-            raise Refused(newer.path, f"'{name[:80]}' is {kind.name}, a type that safetensors lacks")
+        if (kind := new[name].dtype).safetensors is None or kind.itemsize not in differences.UNSIGNED:
+            raise Refused(newer.path, f"'{name[:80]}' is {kind.name}, a type that such patches lack")
     return {name: DeltaPair(name, new[name], old[name], name) for name in new}
 
 

@@ -236,7 +236,8 @@ def _pair(name: str, new: TensorRef, of_base: Mapping[str, TensorRef], own: str,
     names = [prefix + name.removeprefix(own)] if name.startswith(own) else []
     for other in (*names, name):
         base = of_base.get(other)
-        if base is not None and (base.dtype, base.nbytes) == (new.dtype, new.nbytes):
+        is_like = base is not None and (base.dtype, base.nbytes) == (new.dtype, new.nbytes)
+        if is_like and new.dtype.itemsize in differences.UNSIGNED:  # not the three bytes of F6
             return DeltaPair(name, new, base, other)
     return DeltaPair(name, new)
 

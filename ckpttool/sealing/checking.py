@@ -16,7 +16,7 @@ from ..core.formats.folders import folder_of
 from ..core.formats.safetensors import parse_object
 from ..core.remote.places import exists, is_folder, is_plain, open_source_at
 from ..core.system import join
-from ..core.tensors.ref import DTYPES, DType, is_count
+from ..core.tensors.ref import ALL_DTYPES, DType, is_count
 from ..errors import Damaged, Unsupported
 from .covered import IN_FOLDER, Hashes, SealScope, named_tensors
 from .seal import VERSION, resources
@@ -46,7 +46,7 @@ class SealedTensor:
             raise ValueError
         place = said.get("place")
         file = place[0] if isinstance(place, list) and place and isinstance(place[0], str) else None
-        return cls(DTYPES[said["dtype"]], tuple(shape), _sha256(said["sha256"]), file)
+        return cls(ALL_DTYPES[said["dtype"]], tuple(shape), _sha256(said["sha256"]), file)
 
     def __str__(self) -> str:
         return f"{self.dtype.name} {[*self.shape]}"

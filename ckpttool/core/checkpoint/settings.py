@@ -16,7 +16,7 @@ from ...rooms import find
 from ..files import digest
 from ..remote.places import exists, is_folder, open_source_at
 from ..system import join
-from ..tensors.ref import FOURS, PLAIN_FLOATS
+from ..tensors.ref import PLAIN_FLOATS
 from ..words import counted, first_few
 from .checkpoint import Checkpoint
 from .module_tree import COMFY_TEXT, is_embedding, is_output
@@ -220,8 +220,9 @@ def require_unpacked(
         names: those that are asked about, codes or scales; None for all of the state.
     """
     for each in names or ():  # which are about to be laid out anew
-        if each in state.tensors and state.tensors[each].dtype.safetensors == FOURS:
-            what = f"'{each[:200]}' holds two numbers of four bits in each element, which no layout parts"
+        if each in state.tensors and (count := state.tensors[each].dtype.numbers) > 1:
+            size = "two numbers of four" if count == 2 else "four numbers of six"
+            what = f"'{each[:200]}' holds {size} bits in each element, which no layout parts"
             raise Refused(checkpoint.path, what)
     numbers = find("numbers.recognise")  # many modules, which are imported only where it is asked
     name = (numbers.first_packed if numbers else _first_like_packed)(checkpoint, state, names)

@@ -20,6 +20,7 @@ from ..files.reflink import sharing_order
 from ..inert_pickle.values import OrderedDict_
 from ..tensors import ref
 from ..tensors.values import require_bounded, stream
+from ..words import counted
 
 # The names and values of an object.
 Pairs = list[tuple[str, Any]]
@@ -83,10 +84,12 @@ RESERVED = (*OF_TORCH, full.ENTRY)
 # The order in which the library writes types: widest first, and within a width as its source lists them.
 ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
-    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8"),
+    *("F6_E3M2", "F6_E2M3", "F4", "BOOL"),
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
-BY_NAME = {dtype.safetensors: dtype for dtype in ref.DTYPES.values() if dtype.safetensors}
+SHARING = {dtype.safetensors for dtype in ref.ALL_DTYPES.values() if dtype.numbers > 1}
+BY_NAME = {dtype.safetensors: dtype for dtype in ref.ALL_DTYPES.values() if dtype.safetensors}
 
 
 def sniff(head: bytes) -> bool:
@@ -211,12 +214,12 @@ def _form(
     dtype = BY_NAME.get(type_name)
     if dtype is None:
         raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
-    if type_name == ref.FOURS:
-        if not shape or shape[-1] % 2:
-            count = shape[-1] if shape else 1
-            what = f"tensor '{name[:80]}' has F4 in rows of {count}, and torch's share a byte by two"
+    if dtype.numbers > 1:
+        if not shape or shape[-1] % dtype.numbers:
+            size = f"{dtype.numbers} of them share {counted(dtype.itemsize, 'byte')}"
+            what = f"tensor '{name[:80]}' has {type_name} in rows of {shape[-1] if shape else 1}, and {size}"
             raise Unsupported(source.path, what)
-        shape = (*shape[:-1], shape[-1] // 2)
+        shape = (*shape[:-1], shape[-1] // dtype.numbers)
     if ref.extent(shape) * dtype.itemsize > ref.MAX_BYTES:
         raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
     if len(shape) > ref.MAX_AXES:
@@ -253,7 +256,7 @@ def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output)
 def in_order(path: str, tensors: Tensors) -> Tensors:
     """Return tensors in the library's order; refuse the first that the format can't hold."""
     types = [*map(attrgetter("dtype.safetensors"), tensors.values())]
-    if METADATA in tensors or None in types or ref.FOURS in types:
+    if METADATA in tensors or None in types or not SHARING.isdisjoint(types):
         for name, tensor in tensors.items():
             _require_holdable(path, name, tensor)
     ordered = sorted(zip(map(RANK.__getitem__, types), tensors, tensors.values(), strict=True))
@@ -341,7 +344,8 @@ def header(
 
 def _form_text(dtype: str | None, shape: Shape) -> str:
     """Return what a tensor's entry says before its place."""
-    shape = (*shape[:-1], 2 * shape[-1]) if dtype == ref.FOURS else shape
+    if dtype is not None and dtype in SHARING:
+        shape = (*shape[:-1], BY_NAME[dtype].numbers * shape[-1])
     return f':{{"dtype":{_json(dtype)},"shape":{_json(shape)},"data_offsets":['
 
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any, BinaryIO
 
 from ... import __version__
-from ...errors import Damaged, Refused, UsageFault
+from ...errors import Damaged, Refused, Unsupported, UsageFault
 from ...rooms import need
 from .. import system
 from ..checkpoint import full
@@ -68,6 +68,10 @@ class SavePlan:
             what = f"says in its header how tensors are packed ({said}), which {self.format} can't hold"
             plain = f"ckpttool convert {shlex.quote(checkpoint.path)} plain.safetensors --dequantize"
             raise Refused(checkpoint.path, what, hint=f"write safetensors, or make it plain: {plain}")
+        for name, tensor in () if target.has_metadata else self.tensors().items():
+            if tensor.dtype.name not in DTYPES:
+                what = f"'{name[:200]}' has the type {tensor.dtype.safetensors}, unknown to torch"
+                raise Unsupported(checkpoint.path, what, hint="write safetensors")
         special = {} if self.state is None else self.state.likes
         if self.format == folders.DCP and not self.full:
             special = dict(checkpoint.special_tensors())

@@ -30,6 +30,7 @@ class DType:
     storage: str | None  # the class that torch has for it, `FloatStorage`; none for types younger than 2.0
     safetensors: str | None  # the name in a safetensors header, `F32`, if that format has the type
     part: int  # bytes of the unit that byte order and sign apply to: half an element for complex types
+    numbers: int = 1  # that share an element; the shape of safetensors counts each of them
 
     @property
     def kind(self) -> str:
@@ -37,13 +38,18 @@ class DType:
         return self.storage or "UntypedStorage"
 
 
-FOURS = "F4"  # the type of safetensors whose shape counts numbers, where torch counts bytes of two
-
 # The floats that need no scale beside them: what is averaged, added to, scaled and made fp8.
 PLAIN_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 DTYPES = {
-    name: DType(name, size, storage, safetensors, size // 2 if "complex" in name else size)
+    name: DType(
+        name,
+        size,
+        storage,
+        safetensors,
+        part=size // 2 if "complex" in name else size,
+        numbers=2 if safetensors == "F4" else 1,
+    )
     for name, size, storage, safetensors in (
         ("float64", 8, "DoubleStorage", "F64"),
         ("float32", 4, "FloatStorage", "F32"),
@@ -77,6 +83,12 @@ DTYPES = {
         ("bits16", 2, None, None),
         *((name, 1, None, None) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
     )
+}
+
+# With those of safetensors that torch lacks: four numbers in three bytes
+ALL_DTYPES = DTYPES | {
+    f"float6_{form}fn_x4": DType(f"float6_{form}fn_x4", 3, None, f"F6_{form.upper()}", 1, 4)
+    for form in ("e2m3", "e3m2")
 }
 
 # Element types by the storage class under which torch pickles them
@@ -518,8 +530,7 @@ class TensorRef:
     @property
     def is_holdable(self) -> bool:
         """Whether safetensors has its type in its shape: two F4 need an axis that counts them."""
-        name = self.dtype.safetensors
-        return name is not None and bool(self.shape or name != FOURS)
+        return self.dtype.safetensors is not None and bool(self.shape or self.dtype.numbers == 1)
 
     @property
     def nbytes(self) -> int:

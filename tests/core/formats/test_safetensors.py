@@ -378,7 +378,7 @@ def test_text_that_looks_like_that_is_read_as_the_library_reads_it(text: bytes, 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 3]}, "has the type F6_E3M2"),
+        ({"dtype": "F6_E3M3", "shape": [4], "data_offsets": [0, 3]}, "has the type F6_E3M3"),
         ({"shape": [1] * 70, "data_offsets": [0, 1]}, "has 70 axes, and at most 64 are supported"),
     ],
 )

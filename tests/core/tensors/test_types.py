@@ -39,7 +39,7 @@ def is_saved(name: str) -> bool:
 
 
 PLAIN = [name for name in NAMES if name not in QUANTISED and is_saved(name)]
-WITHOUT_TORCH = {"F6_E2M3", "F6_E3M2"}  # of the format, which torch can't hold
+WITHOUT_TORCH = {"F6_E2M3": "float6_e2m3fn_x4", "F6_E3M2": "float6_e3m2fn_x4"}  # which torch can't hold
 
 
 def with_header(path: Path, dtype: str, shape: list[int], nbytes: int) -> Path:
@@ -79,8 +79,9 @@ def test_the_types_of_torch_are_those_known_here() -> None:
 
 def test_the_types_of_safetensors_are_those_known_here_in_the_library_s_order(tmp_path: Path) -> None:
     library = types_of_the_library(tmp_path)
-    assert {*library} == {*ours.BY_NAME, *WITHOUT_TORCH}
-    assert [name for name in reversed(library) if name not in WITHOUT_TORCH] == [*ours.ORDER]
+    assert {*library} == {*ours.BY_NAME}
+    assert [*reversed(library)] == [*ours.ORDER]
+    assert {name: ours.BY_NAME[name].name for name in WITHOUT_TORCH} == WITHOUT_TORCH
     written = {f"{each}".removeprefix("torch.") for each in safetensors.torch._SIZE}
     assert {name for name, dtype in DTYPES.items() if dtype.safetensors} == written
 
@@ -196,9 +197,107 @@ def test_two_numbers_in_an_element_are_not_laid_out_anew(cli: Any, here: Path) -
     assert cli("convert", "a.safetensors", "b.safetensors", "--permute", "b=1,0").code == 0
 
 
+def with_sixes(path: Path, changed: bool = False) -> Path:
+    """Write a file of all types of six bits, of one of four and of one of eight."""
+    a, b = bytearray(range(48)), bytes(range(3))
+    a[5] ^= changed
+    entries = {
+        "m.a": ("F6_E2M3", [8, 8], bytes(a)),
+        "m.b": ("F6_E3M2", [4], b),
+        "m.e": ("F6_E3M2", [0, 4], b""),
+    }
+    entries |= {"m.f": ("F4", [1, 2], b"7"), "m.s": ("F8_E8M0", [2], bytes([0, 127]))}
+    header, data = {}, b""
+    for name, (dtype, shape, raw) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def held(path: str | Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Return what a file holds: name -> type, shape and bytes; the library must read its header."""
+    raw = Path(path).read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    entries = json.loads(raw[8 : 8 + size])
+    entries.pop("__metadata__", None)
+    with safe_open(path, "pt") as file:
+        assert {*file.keys()} == {*entries}
+    found = {}
+    for name, each in entries.items():
+        begin, end = each["data_offsets"]
+        found[name] = each["dtype"], each["shape"], raw[8 + size + begin : 8 + size + end]
+    return found
+
+
+def test_six_bits_go_through_each_command_that_moves_bytes(cli: Any, here: Path) -> None:
+    expected, new = held(with_sixes(here / "a.safetensors")), held(with_sixes(here / "b.safetensors", True))
+    short = {name.removeprefix("m."): each for name, each in expected.items()}
+    assert cli("strip-prefix", "a.safetensors", "s.safetensors", "--prefix", "m.").code == 0
+    assert held("s.safetensors") == short
+    assert cli("rename-keys", "a.safetensors", "r.safetensors", "--map", r"^m\.=").code == 0
+    assert held("r.safetensors") == short
+    for command in ("convert a.safetensors c.safetensors", "slim a.safetensors l.safetensors"):
+        assert cli(*command.split()).code == 0
+        assert held(command.split()[-1]) == expected
+    assert cli("convert", "a.safetensors", "shards/", "--shard-size", "20").code == 0
+    assert cli("merge", "shards", "m.safetensors").code == 0
+    assert held("m.safetensors") == expected
+    digest = cli("digest", "a.safetensors").out.split()[0]
+    assert cli("digest", "m.safetensors").out.split()[0] == digest
+    assert cli("digest", "b.safetensors").out.split()[0] != digest
+    assert cli("verify", "a.safetensors").code == 0
+    assert cli("verify", "m.safetensors", "--against", "a.safetensors").code == 0
+    assert cli("verify", "b.safetensors", "--against", "a.safetensors").code == 1
+    assert cli("diff", "a.safetensors", "m.safetensors").code == 0
+    for more in ([], ["--rtol", "0.5"]):
+        said = cli("diff", "a.safetensors", "b.safetensors", *more)
+        assert said.code == 1 and "m.a" in said.out and "1 of 16 differs" in said.out
+    assert cli("delta", "a.safetensors", "b.safetensors", "d.safetensors").code == 0
+    assert cli("verify", "a.safetensors+d.safetensors", "--against", "b.safetensors").code == 0
+    assert cli("apply", "a.safetensors", "d.safetensors", "n.safetensors").code == 0
+    assert held("n.safetensors") == new
+    assert cli("seal", "a.safetensors").code == 0
+    assert "as it was sealed" in cli("verify", "a.safetensors").out
+    Path("b.safetensors").rename("a.safetensors")
+    assert cli("verify", "a.safetensors").code == 1
+    shown = cli("inspect", "a.safetensors", "--stats")
+    assert shown.code == 0 and "float6_e2m3fn_x4" in shown.out
+    assert cli("report", "a.safetensors", "a.html").code == 0
+
+
+def test_six_bits_are_refused_by_name_where_they_can_t_be(cli: Any, here: Path) -> None:
+    with_sixes(here / "a.safetensors")
+    with_sixes(here / "b.safetensors", True)
+    for command in (
+        "convert a.safetensors b.pt --force",
+        "convert a.safetensors dcp/ --to dcp",
+        "split a.safetensors ranks/ --ranks 2 --as dtensor",
+        "disarm a.safetensors b.pt --force",
+        "average a.safetensors b.safetensors c.safetensors",
+        "convert a.safetensors c.safetensors --permute m.a=1,0",
+        "convert a.safetensors c.safetensors --reshape m.a=16",
+        "delta a.safetensors b.safetensors weight_v000001/ --as weight-v",
+    ):
+        ran = cli(*command.split())
+        assert ran.code == 3, command
+        assert re.search("F6_E2M3|float6_e2m3fn_x4|four numbers of six bits", ran.err), command
+        assert "Traceback" not in ran.err
+    with (
+        ckpttool.open("a.safetensors") as checkpoint,
+        pytest.raises(ckpttool.errors.Unsupported, match="float6"),
+    ):
+        checkpoint.state().load()
+
+
 @pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
-def test_types_that_torch_lacks_are_refused_by_name(cli: Any, here: Path, name: str) -> None:
-    with_header(here / "a.safetensors", name, [4], 3)
-    ran = cli("convert", "a.safetensors", "b.pt")
-    assert ran.code == 3
-    assert f"'a' has the type {name}" in ran.err
+@pytest.mark.parametrize(("shape", "nbytes", "count"), [([2, 2], 3, 2), ([4, 1], 3, 1), ([8, 6], 36, 6)])
+def test_sixes_whose_rows_end_inside_three_bytes_are_refused_by_name(
+    cli: Any, here: Path, name: str, shape: list[int], nbytes: int, count: int
+) -> None:
+    with_header(here / "a.safetensors", name, shape, nbytes)
+    for command in (["inspect"], ["verify"], ["convert", "b.safetensors"]):
+        ran = cli(command[0], "a.safetensors", *command[1:])
+        assert ran.code == 3
+        assert f"'a' has {name} in rows of {count}, and 4 of them share 3 bytes" in ran.err

@@ -231,6 +231,8 @@ def tensor_of_storage(
 
 def _reduce_tensor(tensor: ref.TensorRef) -> tuple[Global, tuple[object, ...]]:
     """Return the callable and the arguments that rebuild a tensor, as torch writes them."""
+    if tensor.dtype.name not in ref.DTYPES:
+        raise ValueError(f"a tensor has the type {tensor.dtype.safetensors}, unknown to torch")
     # Copies of shape and stride, as torch writes a tuple for each tensor and the reader shares them.
     shape, stride, hooks = (*tensor.shape,), (*tensor.stride,), OrderedDict_()
     bits = {name: True for name, on in (("conj", tensor.conj), ("neg", tensor.neg)) if on}
