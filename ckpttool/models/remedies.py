@@ -179,7 +179,7 @@ Changed = tuple[Checkpoint, object]
 
 def dequantized(case: Case) -> Iterator[Remedy]:
     """Compute plain tensors of packed ones, unless the model has them packed too."""
-    numbers: Any = find("numbers.quantize")
+    numbers: Any = find("numbers.dequantize")
     if numbers is None:
         return
     found = numbers.recognise(case.checkpoint, case.state)

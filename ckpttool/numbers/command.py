@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _dequantized_printed() -> Fields:
-    from .quantize import Dequantized
+    from .dequantize import Dequantized
 
     return fields_like(Dequantized)
 
@@ -31,7 +31,7 @@ def convert_dequantize(conversion: Conversion, dequantize: bool) -> None:
     if not dequantize:
         return
     from ..core.checkpoint.settings import SECTIONS
-    from .quantize import dequantize as made_plain
+    from .dequantize import dequantize as made_plain
     from .settings import MLX, OWN
 
     original, dtype, state = conversion.original, conversion.dtype, conversion.target.state
@@ -55,17 +55,19 @@ def _quantized_printed() -> Fields:
 
     error: Fields = {
         "name": (str, "the tensor"),
-        "relative": (float, "norm of what is lost / norm"),
+        "nmse": (float, "mean square of what is lost / mean square"),
+        "relative": (float, "its root"),
         "max_abs": (float, "the largest error of an element"),
     }
-    return {**fields_like(Quantized), "errors": ([error], "with --quantize: of each tensor")}
+    return {**fields_like(Quantized), "errors": ([error], "with --quantize: of each tensor, the worst first")}
 
 
 @options.adds_to("convert", behind="metadata", when="last", prints=_quantized_printed)
 @options.option(
     "--quantize SCHEME",
-    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128.",
-    type=click.Choice(["fp8", "fp8-channel", "fp8-block"]),
+    "Make the matrices of layers fp8, with a scale per tensor, per channel or per block of 128 × 128; or "
+    "MXFP8, MXFP4 or NVFP4, with a scale per 32 or 16 of a row.",
+    type=click.Choice(["fp8", "fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4"]),
 )
 def convert_quantize(conversion: Conversion, quantize: str | None) -> None:
     """Pack the matrices of layers."""
@@ -83,12 +85,17 @@ def convert_quantize(conversion: Conversion, quantize: str | None) -> None:
 
 
 def _say_errors(conversion: Conversion, report: Quantized) -> None:
-    rows = [(each.relative, each.largest, name) for name, each in report.errors.items()]
-    said = [f"{name}: error {error:.2%} of its size, {most:.3g} at most" for error, most, name in rows]
-    worst = said[rows.index(max(rows))]
+    rows = sorted(report.errors.items(), key=lambda row: -row[1].nmse)
+    said = [
+        f"{name}: error {each.relative:.2%} of its size (NMSE {each.nmse:.3g}), {each.largest:.3g} at most"
+        for name, each in rows
+    ]
     outcome = conversion.outcome
-    outcome.notes += said if conversion.job.console.verbose else [f"largest error: {worst}"]
-    errors = [{"name": name, "relative": error, "max_abs": most} for error, most, name in rows]
+    outcome.notes += said if conversion.job.console.verbose else [f"largest error: {said[0]}"]
+    errors = [
+        {"name": name, "nmse": each.nmse, "relative": each.relative, "max_abs": each.largest}
+        for name, each in rows
+    ]
     outcome.fields = {**outcome.fields, "errors": errors}
 
 

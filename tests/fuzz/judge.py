@@ -37,7 +37,7 @@ from ckpttool.inspecting.summary import summarize
 from ckpttool.lora import adapter
 from ckpttool.metrics import certificate
 from ckpttool.metrics.certificate import recompute
-from ckpttool.numbers.quantize import dequantize
+from ckpttool.numbers.dequantize import dequantize
 from ckpttool.onnx import reading as onnx
 from ckpttool.proving.proof import prove
 from ckpttool.scanning.scan import scan

@@ -13,7 +13,7 @@ import torch
 import ckpttool
 from ckpttool.core.tensors.ref import DTYPES, numpy_type
 from ckpttool.numbers import lookup
-from ckpttool.numbers.quantize import dequantize
+from ckpttool.numbers.dequantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, refusal, weight, written
 
 # ---- bitsandbytes' NF4 and FP4, nested or not, against the formula written out here -------------------

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.errors import NothingToDo
-from ckpttool.numbers.quantize import Quantized, dequantize, quantize
+from ckpttool.numbers.dequantize import dequantize
+from ckpttool.numbers.quantize import Quantized, quantize
 from tests.support.quantised import equal, plain, refusal, weight, written
 
 # ---- fp8 and int8 with a scale per tensor, channel, group or block, against torch's own fp8 -----------

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.numbers import lookup
-from ckpttool.numbers.quantize import dequantize
+from ckpttool.numbers.dequantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, refusal, weight, written
 
 # ---- GPTQ, AWQ and compressed-tensors' packed integers, against formulas that are written out here ----

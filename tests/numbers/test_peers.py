@@ -189,8 +189,8 @@ def test_what_torchao_s_header_names_must_be_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries', about their own settings
-@pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block"])
-def test_transformers_loads_what_was_made_fp8(tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
+def test_transformers_loads_what_was_packed(tmp_path: Path, scheme: str) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     if scheme != "fp8-block":
         pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
@@ -198,16 +198,16 @@ def test_transformers_loads_what_was_made_fp8(tmp_path: Path, scheme: str) -> No
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, **heads, dtype="bfloat16")
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "whole")
-    (tmp_path / "fp8").mkdir()
+    (tmp_path / "packed").mkdir()
     with ckpttool.open(tmp_path / "whole" / "model.safetensors") as checkpoint:
         new, report = quantize(checkpoint, scheme)
-        ckpttool.save(new, tmp_path / "fp8" / "model.safetensors")
+        ckpttool.save(new, tmp_path / "packed" / "model.safetensors")
     settings = json.loads((tmp_path / "whole" / "config.json").read_text())
     settings["quantization_config"] = report.quantization_config
-    (tmp_path / "fp8" / "config.json").write_text(json.dumps(settings))
-    got, _ = plain(tmp_path / "fp8" / "model.safetensors")
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(settings))
+    got, _ = plain(tmp_path / "packed" / "model.safetensors")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "fp8", quantization_config=_plainly(transformers, scheme), dtype=torch.bfloat16
+        tmp_path / "packed", quantization_config=_plainly(transformers, scheme), dtype=torch.bfloat16
     )
     state = loaded.state_dict()
     assert len(report.errors) == 14

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.core.tensors.ref import DTYPES
-from ckpttool.numbers.quantize import Dequantized, dequantize
+from ckpttool.numbers.dequantize import Dequantized, dequantize
 
 # ---- Packed tensors as files: written with the settings beside them, and made plain -------------------
 
