@@ -1,1 +1,1 @@
-"""Numbers packed in few bits with scales: recognised, made plain, and plain ones made fp8"""
+"""Numbers packed in few bits with scales: recognised, made plain, and plain ones packed"""

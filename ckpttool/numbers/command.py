@@ -25,7 +25,9 @@ def _dequantized_printed() -> Fields:
 
 
 @options.adds_to("convert", behind="metadata", when="first", prints=_dequantized_printed)
-@options.flag("--dequantize", "Make packed tensors plain: fp8, MXFP4, GPTQ, AWQ, bitsandbytes and the like.")
+@options.flag(
+    "--dequantize", "Make packed tensors plain: fp8, MXFP4, NVFP4, GPTQ, AWQ, bitsandbytes, MLX and the like."
+)
 def convert_dequantize(conversion: Conversion, dequantize: bool) -> None:
     """Make packed tensors plain."""
     if not dequantize:

@@ -121,11 +121,12 @@ def packing_beside(path: str) -> QuantizationSettings:
                 raise Damaged(place, f"says {name} = {shown(section)}, which is no object")
             if section:
                 return QuantizationSettings(place, section, model)
+    own, said = settings_beside(path, *OWN)
+    if own:
+        return QuantizationSettings(own, {"quant_method": OWN[os.path.basename(own)]} | said, model)
     if isinstance(section := model.get(MLX), dict):
         return QuantizationSettings(place, section, model)
-    place, section = settings_beside(path, *OWN)
-    method = {"quant_method": OWN[os.path.basename(place)]} if place else {}
-    return QuantizationSettings(place, method | section, model)
+    return QuantizationSettings(model=model)
 
 
 # ---- Groups: tensors that are one packed tensor together
