@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 import ckpttool
-from ckpttool.core.tensors.ref import DTYPES, numpy_type
+from ckpttool.core.tensors.ref import DTYPES
 from ckpttool.numbers import lookup
 from ckpttool.numbers.dequantize import dequantize
 from tests.support.quantised import equal, packed_words, plain, refusal, weight, written
@@ -344,11 +345,14 @@ def test_overflows_are_counted_one_by_one(rows: int, tmp_path: Path, looked_up: 
     assert report.casting.overflows == int(values.isinf().sum()) > 0 and not looked_up
 
 
-def test_fp8_is_rounded_as_ml_dtypes_does() -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("float8_e4m3fn",) * 2, ("float4_e2m1fn_x2", "float4_e2m1fn")], ids=["e4m3", "e2m1"]
+)
+def test_numbers_are_rounded_as_ml_dtypes_does(name: str, kind: str) -> None:
     upper = np.arange(1 << 16, dtype="<u4") << 16
     values = np.stack([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view("<f4")
     got = np.empty(values.shape, np.uint8)
-    lookup.rounded_to_fp8(values, got)
+    lookup.round_to(DTYPES[name], values, got)
     with np.errstate(all="ignore"):
-        expected = values.astype(numpy_type(DTYPES["float8_e4m3fn"])).view("u1")
+        expected = values.astype(getattr(ml_dtypes, kind)).view("u1")
     assert np.array_equal(got, expected)
