@@ -49,7 +49,8 @@ def convert_dequantize(conversion: Conversion, dequantize: bool) -> None:
     outcome.untrue = (*OWN,)
     if report.settings:
         gone = [f"{at}{name}" for at in ("", "text_config.") for name in (*SECTIONS, MLX)]
-        _correct(conversion, dict.fromkeys(gone), "no quantization_config")
+        of_mlx = any(scheme.startswith("MLX ") for scheme in schemes)
+        _correct(conversion, dict.fromkeys(gone), f"no {MLX if of_mlx else 'quantization_config'}")
 
 
 def _quantized_printed() -> Fields:

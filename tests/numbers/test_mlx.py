@@ -184,5 +184,8 @@ def test_the_command_names_the_scheme_and_corrects_the_settings(
     assert run(["convert", str(tmp_path / "in"), f"{tmp_path / 'out'}/", "--dequantize", "--companions"]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "bfloat16"}
     assert equal(plain(tmp_path / "in" / "model.safetensors")[0]["l.weight"], expected)
+    capsys.readouterr()
+    assert run(["convert", str(tmp_path / "in"), str(tmp_path / "b.safetensors"), "--dequantize"]) == 0
+    assert "config.json beside the output must have no quantization\n" in capsys.readouterr().err
     assert run(["convert", str(tmp_path / "in"), str(tmp_path / "c.safetensors"), "--dtype", "fp32"]) == 3
     assert "'l.weight' is packed" in capsys.readouterr().err
