@@ -1,4 +1,4 @@
-"""A LoRA adapter: its files, PEFT's settings, and what each of its tensors is under PEFT's names.
+"""An adapter: its files, PEFT's settings, and what each of its tensors is under PEFT's names.
 
 The adapter's author chooses settings for single layers by regular expressions. Python's `re` backtracks:
 `((.+)+)+!`, or forty times `(a|a)`, keep it busy for years. Here the set of all places of a name that are
@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
 from sys import float_info
 from typing import Any
 
@@ -34,12 +33,17 @@ from ..core.remote.urls import canonical
 from ..core.system import join
 from ..core.tensors.ref import TensorRef
 from ..errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported, UsageFault
+from .formulas import PRODUCTS, kind_of, of_weight, products_of
 
 CONFIG = "adapter_config.json"
 OF_DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 PREFIX = "base_model.model."
 
-FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+# A part of a layer, as `formulas` knows it; a trained token's row is of an embedding inside another module.
+FACTOR = re.compile(
+    r"(.+?)(?:\.token_adapter)?\.(lora_(?:(?:embedding_)?[AB]|mid|diff|diff_b|magnitude_vector|B(?=\.bias))"
+    r"|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|oft_R|trainable_tokens_delta)(\.weight|\.bias)?"
+)
 
 # A tensor of either copy of a module in `modules_to_save`.
 COPY = re.compile(r"(.+\.)(?:modules_to_save|original_module)\.(.+)")
@@ -54,12 +58,15 @@ BIAS = re.compile(r"(.+)\.base_layer\.([^.]+)")
 # Values of `init_lora_weights` that leave the model's own weights as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
-_WAYS = (
-    "use_dora lora_bias use_qalora use_bdlora megatron_config layer_replication target_parameters "
-    "trainable_token_indices alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config"
-)
-# Settings by which a layer computes something else than W + scale · B·A.
-UNKNOWN_WAYS = tuple(_WAYS.split())
+# The types of adapters that are merged, and their settings by which a layer computes something else.
+WAYS: dict[str, tuple[str, ...]] = {
+    "LORA": (
+        *("use_qalora", "use_bdlora", "megatron_config", "layer_replication", "target_parameters"),
+        *("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config", "monteclora_config"),
+    ),
+    "OFT": ("block_share", "coft", "fan_in_fan_out"),
+    **dict.fromkeys(("LOHA", "LOKR", "TRAINABLE_TOKENS"), ()),
+}
 
 IN_PYTHON = "merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()"
 
@@ -73,34 +80,43 @@ class Adapter:
         config: what its `adapter_config.json` says; {} where there is none.
         is_of_peft: it has PEFT's names, rather than kohya's or diffusers'.
         numbers: rank and alpha of each layer; None where the settings say them.
+        said_in: the file of the settings, for messages.
     """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     is_of_peft: bool = True
     numbers: Mapping[str, tuple[float, float]] | None = None
+    said_in: str = CONFIG
 
     def require_known(self) -> None:
-        """Raise Unsupported unless it is a LoRA that adds a product to the weights, and nothing else."""
+        """Raise Unsupported unless it is of a type whose formula is known, without other settings."""
         path, kind = self.checkpoint.path, self.config.get("peft_type")
-        if kind != "LORA":
-            raise Unsupported(
-                path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added", hint=IN_PYTHON
-            )
-        odd = [name for name in UNKNOWN_WAYS if self.config.get(name)]
+        if not isinstance(kind, str) or kind not in WAYS:
+            what = f"is an adapter of type {str(kind)[:40]}, and those that are merged are {', '.join(WAYS)}"
+            raise Unsupported(path, what, hint=IN_PYTHON)
+        odd = [name for name in WAYS[kind] if self.config.get(name)]
         start = self.config.get("init_lora_weights", True)
         if start not in PLAIN_STARTS:
             odd.append(f"init_lora_weights={str(start)[:40]}")
+        if kind == "OFT" and "use_cayley_neumann" not in self.config:
+            odd.append("no word of use_cayley_neumann, as older versions of PEFT wrote it")
         if odd:
-            what = f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights"
+            what = f"is {kind} with {', '.join(odd)}, which computes something else"
             raise Unsupported(path, what, hint=IN_PYTHON)
+
+    @property
+    def alpha_name(self) -> str:
+        """What the settings call alpha."""
+        return "lora_alpha" if self.config.get("peft_type") == "LORA" else "alpha"
 
     def saved_modules(self) -> frozenset[str]:
         """Return the names of the modules that it holds whole; raises Damaged where they are no names."""
         saved = self.config.get("modules_to_save") or []
         if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
             said = f"modules_to_save = {saved!r:.40}"
-            raise Damaged(self.checkpoint.path, f"{CONFIG} says {said}, which is no list of names")
+            what = f"{self.said_in} says {said}, which is no list of names"
+            raise Damaged(self.checkpoint.path, what)
         return frozenset(saved)
 
     def settings(self, patterns: str, usual: str, modules: Iterable[str]) -> dict[str, float]:
@@ -108,7 +124,7 @@ class Adapter:
         if self.numbers is not None:
             return {module: self.numbers[module][usual != "r"] for module in modules}
         by_key = self.config.get(patterns) or {}
-        malformed = Damaged(self.checkpoint.path, f"{CONFIG} has a malformed {patterns}")
+        malformed = Damaged(self.checkpoint.path, f"{self.said_in} has a malformed {patterns}")
         if not isinstance(by_key, dict):
             raise malformed
         try:
@@ -119,23 +135,24 @@ class Adapter:
             if isinstance(error, UnknownPattern):
                 what = f"{patterns} '{error!s:.80}', more than names, '.*', '|' and plain groups"
             hint = "name the layers there instead, as they are called in the model"
-            raise Unsupported(self.checkpoint.path, f"{CONFIG} has {what}", hint=hint) from None
+            raise Unsupported(self.checkpoint.path, f"{self.said_in} has {what}", hint=hint) from None
         except (re.error, RecursionError, OverflowError):
             raise malformed from None
         return {
-            module: self._number(self.config.get(usual) if key is None else by_key[key], usual)
+            module: self.number(self.config.get(usual) if key is None else by_key[key], usual)
             for module, key in keys.items()
         }
 
-    def _number(self, chosen: Any, usual: str) -> float:
+    def number(self, chosen: Any, usual: str) -> float:
+        """Return a setting that must be a positive number; raises Damaged for any other."""
         if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:
             said = f"{usual} = {chosen!r:.40}, which is no finite positive number"
-            raise Damaged(self.checkpoint.path, f"{CONFIG} says {said}")
+            raise Damaged(self.checkpoint.path, f"{self.said_in} says {said}")
         number: float = chosen
         return number
 
     def parts(self) -> tuple[dict[str, dict[str, TensorRef]], dict[str, TensorRef]]:
-        """Return the factors of each layer, and its whole tensors under their names in the model."""
+        """Return the parts of each layer, and its whole tensors under their names in the model."""
         whole: dict[str, TensorRef] = {}
         factors: dict[str, dict[str, TensorRef]] = {}
         keys: dict[tuple[str, str], str] = {}
@@ -147,8 +164,9 @@ class Adapter:
             if copy:
                 what = f"holds '{key[:80]}', of a copy that PEFT makes of a module, and not the module itself"
                 raise Unsupported(self.checkpoint.path, what, hint=IN_PYTHON)
-            if match := FACTOR.fullmatch(name):
-                module, part = match[1], f"{match[2] or ''}{match[3]}"
+            match = FACTOR.fullmatch(name)
+            if match and (match[3] != ".bias" or match[2] == "lora_B"):
+                module, part = match[1], match[2] + (match[3] or "").removesuffix(".weight")
                 factors.setdefault(module, {})[part] = tensor
             elif OF_LAYER.fullmatch(name):
                 raise self._no_factor(key)
@@ -165,7 +183,7 @@ class Adapter:
     def _no_factor(self, key: str) -> Unsupported:
         named = NAMED.fullmatch(key)
         if named is None:
-            said = "which is no factor of a product (DoRA, or a bias)"
+            said = "which is no part of a layer that is known"
             return Unsupported(self.checkpoint.path, f"holds '{key[:80]}', {said}", hint=IN_PYTHON)
         file, adapter = shlex.quote(self.checkpoint.path), named[1]
         wanted = shlex.quote(rf"(\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}=\1")
@@ -174,16 +192,15 @@ class Adapter:
         return Unsupported(self.checkpoint.path, what, hint=hint)
 
 
-def misfit(module: str, those: Mapping[str, TensorRef], rank: float) -> str:
+def misfit(module: str, those: Mapping[str, TensorRef], rank: float, said_in: str = CONFIG) -> str:
     """Return in words what is wrong with the factors of a layer, by what the settings say; "" for nothing."""
-    names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
-    if {*those} != {*names}:
+    products = products_of(those)
+    if products is None:
         return f"has only one of the two factors of '{module[:80]}'"
-    a, b = (those[name].shape for name in names)
-    if a and len(b) > 1 and a[0] == prod(b[1:]) == rank:
+    if all(each.ranks <= {rank} - {0} for each in products):
         return ""
-    shapes = f"shapes {list(a)} and {list(b)}"
-    return f"has factors of '{module[:80]}' of {shapes}, and {CONFIG} says rank {rank}"
+    shapes = " and ".join(str(list(those[name].shape)) for name in sorted(those))
+    return f"has factors of '{module[:80]}' of shapes {shapes}, and {said_in} says rank {rank}"
 
 
 def misfits(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -197,10 +214,11 @@ def misfits(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     try:
         adapter = Adapter(checkpoint, json_object(settings))
         adapter.require_known()
-        factors, _ = adapter.parts()
+        factors = {module: of_weight(those) for module, those in adapter.parts()[0].items()}
         adapter.saved_modules()
+        factors = {module: those for module, those in factors.items() if kind_of(those) in PRODUCTS}
         ranks = adapter.settings("rank_pattern", "r", factors)
-        adapter.settings("alpha_pattern", "lora_alpha", factors)
+        adapter.settings("alpha_pattern", adapter.alpha_name, factors)
     except Unsupported:
         return
     except CkptToolError as fault:

@@ -12,7 +12,7 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any
 
@@ -26,8 +26,8 @@ from ..core.checkpoint.state import State
 from ..core.files.commit import Spool
 from ..core.files.threads import Progress
 from ..core.lazy import NDArray, np
-from ..core.tensors.cast import in_float64
 from ..core.tensors.ref import DTYPES, PLAIN_FLOATS, Storage, TensorRef
+from ..core.tensors.rows import rows_of
 from ..core.tensors.values import require_bounded, same_values
 from ..core.words import counted, noted
 from ..errors import NothingToDo, Refused, UsageFault
@@ -66,17 +66,12 @@ class Difference:
             return
         blocks = []
         for place in places:
-            block = subtracted(*(_rows(tensor, place) for tensor in (self.base, self.tuned)))
+            pair = (rows_of(tensor, place.start, place.stop) for tensor in (self.base, self.tuned))
+            block = subtracted(*pair)
             if count * columns <= HELD:
                 blocks.append(block)
             yield place, block
         self._blocks = blocks
-
-
-def _rows(tensor: TensorRef, place: slice) -> NDArray[Any]:
-    shape = (place.stop - place.start, *tensor.shape[1:])
-    part = replace(tensor, shape=shape, offset=tensor.offset + place.start * tensor.stride[0])
-    return in_float64(part).reshape(shape[0], -1)
 
 
 def subtracted(base: NDArray[Any], tuned: NDArray[Any]) -> NDArray[Any]:

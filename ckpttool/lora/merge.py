@@ -1,6 +1,6 @@
-"""Add a LoRA adapter to the model that it was trained on, as PEFT's `merge_and_unload` does.
+"""Add an adapter to the model that it was trained on, as PEFT's `merge_and_unload` does.
 
-A weight W of a layer gets W + scale · B·A, with scale = alpha / r, or alpha / √r with rslora;
+A weight gets what `formulas` says of the layer's kind, with scale = alpha / r, or alpha / √r with rslora;
 embeddings and layers of `fan_in_fan_out` (Conv1D) get the transposed product. What the adapter holds
 whole is copied into the model's own, in the model's type. Source: PEFT's `LoraConfig`,
 `tuners/lora/layer.py` and `utils/save_and_load.py`, 0.21.
@@ -11,9 +11,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from itertools import chain
 from math import prod, sqrt
-from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.module_tree import is_embedding, is_output, orientations
@@ -21,13 +20,22 @@ from ..core.checkpoint.selection import replace_state
 from ..core.checkpoint.special_tensors import require_plain, with_plain_tensor
 from ..core.checkpoint.state import State
 from ..core.inert_pickle.values import remade
-from ..core.lazy import NDArray, np
-from ..core.tensors.cast import Caster, CastReport, CastReports, in_float64, nearest, reader
-from ..core.tensors.ref import PLAIN_FLOATS, Computed, DType, TensorRef
-from ..core.tensors.values import CHUNK
+from ..core.tensors.cast import Caster, CastReport, CastReports
+from ..core.tensors.ref import PLAIN_FLOATS, TensorRef
 from ..core.words import noted
 from ..errors import Damaged, NothingToDo, Refused, Unsupported
 from .adapter import CONFIG, IN_PYTHON, Adapter, misfit
+from .formulas import (
+    PRODUCTS,
+    Update,
+    block_size,
+    difference,
+    kind_of,
+    of_weight,
+    rotation,
+    sum_of,
+    tokens,
+)
 from .other_names import in_peft_names
 from .ties import Ties, saved_module, tying
 
@@ -37,7 +45,7 @@ class Merged:
     """What an adapter changed.
 
     Attributes:
-        updated: names of the weights that a product was added to.
+        updated: names of the weights and biases that were changed.
         replaced: names of tensors that the adapter holds whole, as `modules_to_save` and biases.
         cast: those of them that the adapter has in another type than the model, which keeps its own.
         added: names that only the adapter has.
@@ -110,9 +118,10 @@ class _Merging:
         self._against: str | None = None
         self._squares: list[str] = []
         self._kinds = orientations(state.tensors)
-        self.ranks = adapter.settings("rank_pattern", "r", factors)
-        self.alphas = adapter.settings("alpha_pattern", "lora_alpha", factors)
-        self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
+        scaled = {module for module, those in factors.items() if kind_of(of_weight(those)) in PRODUCTS}
+        self.ranks = adapter.settings("rank_pattern", "r", scaled)
+        self.alphas = adapter.settings("alpha_pattern", adapter.alpha_name, scaled)
+        self.updates = dict(chain(*(self._updates(module, those) for module, those in factors.items())))
         tensors = state.tensors
         self.ties = Ties(self.base, tensors, adapter, self.whole, self.updates)
         self._require_places()
@@ -128,22 +137,74 @@ class _Merging:
             self.ties.untied(),
         )
 
-    def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
-        rank, alpha = self.ranks[module], self.alphas[module]
-        if what := misfit(module, those, rank):
+    def _updates(self, module: str, those: Mapping[str, TensorRef]) -> Iterator[tuple[str, Update]]:
+        """Yield what a layer's parts do to its tensors, by name."""
+        if odd := {each.dtype.name for each in those.values()} - {*PLAIN_FLOATS}:
+            raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {odd.pop()}")
+        parts, rank = of_weight(those), self.ranks.get(module, 1)
+        if what := misfit(module, parts, rank, self.adapter.said_in):
             raise Damaged(self.path, what)
-        a, b = (those[name] for name in sorted(those))
-        if {a.dtype.name, b.dtype.name} - {*PLAIN_FLOATS}:
-            raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
-        turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
-        return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
+        scale = self.alphas.get(module, 1) / (sqrt(rank) if self.config.get("use_rslora") else rank)
+        for name, times in (("lora_B.bias", scale), ("lora_diff_b", 1.0)):
+            if name in those:
+                yield f"{module}.bias", difference(those[name], times)
+        if parts:
+            held = those.get("lora_magnitude_vector")
+            update = replace(self._update(module, parts, scale), magnitude=held)
+            self._require_magnitude(module, update, is_lora="lora_A" in parts or "lora_embedding_A" in parts)
+            yield f"{module}.weight", update
+
+    def _update(self, module: str, parts: Mapping[str, TensorRef], scale: float) -> Update:
+        weight = self.state.tensors.get(name := f"{module}.weight")
+        if weight is None:
+            raise self._missing(name, "weight")
+        rows = (*weight.shape, 1)[0]
+        match kind_of(parts), next(iter(parts.values())):
+            case "lora_diff", tensor:
+                return difference(tensor)
+            case "oft_R", blocks if len(blocks.shape) == 2 and block_size(blocks.shape[1]):
+                said = self.config.get("num_cayley_neumann_terms")
+                is_series = self.config["use_cayley_neumann"]
+                return rotation(blocks, rows, int(self.adapter.number(said, "terms")) if is_series else 0)
+            case "trainable_tokens_delta", new if len(new.shape) == 2:
+                return tokens(new, self._token_indices(module, new.shape[0], rows), rows)
+            case "lora_embedding", _:
+                return sum_of(parts, scale, turned=True)
+            case kind, _ if PRODUCTS.get(kind):
+                update = sum_of(parts, scale)
+                is_turned = kind == "lora" and self._is_turned(module, *reversed(update.sizes))
+                return sum_of(parts, scale, turned=True) if is_turned else update
+        names = ", ".join(parts)
+        raise Unsupported(self.path, f"has for '{module[:80]}' together: {names[:80]}", hint=IN_PYTHON)
+
+    def _require_magnitude(self, module: str, update: Update, *, is_lora: bool) -> None:
+        """Refuse norms of another number than rows, and those of which the settings say otherwise."""
+        held, count = update.magnitude, update.sizes[update.turned]
+        says = bool(self.config.get("use_dora"))
+        if is_lora and self.adapter.numbers is None and says is (held is None):
+            said = f"{self.adapter.said_in} says use_dora = {str(says).lower()}"
+            raise Damaged(self.path, f"has {'a' if held else 'no'} magnitude of '{module[:80]}', and {said}")
+        if held is not None and held.numel != count:
+            raise Damaged(self.path, f"has {held.numel} magnitudes of '{module[:80]}', which needs {count}")
+
+    def _token_indices(self, module: str, count: int, rows: int) -> list[int]:
+        """Return which rows of an embedding are trained, by the settings."""
+        said = self.config.get("trainable_token_indices") or self.config.get("token_indices")
+        if isinstance(said, dict):
+            said = next((each for name, each in said.items() if f".{module}".endswith(f".{name}")), None)
+        places = said if isinstance(said, list) else []
+        are_rows = all(type(each) is int and 0 <= each < rows for each in places)
+        if not are_rows or not len({*places}) == len(places) == count:
+            what = f"does not say which {count} of {rows} rows of '{module[:80]}' are trained"
+            raise Damaged(self.path, f"{self.adapter.said_in} {what}")
+        return places
 
     def _is_turned(self, module: str, columns: int, rows: int) -> bool:
         """Return whether a product fits a matrix transposed, which the shape says unless it is square."""
         # PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
         is_said_turned = bool(self.config.get("fan_in_fan_out"))
-        weight = self.state.tensors.get(f"{module}.weight")
-        if weight is None or len(weight.shape) != 2:
+        weight = self.state.tensors[f"{module}.weight"]
+        if len(weight.shape) != 2:
             return False  # a convolution's never is
         parent = module.rpartition(".")[0]
         if rows == columns:
@@ -162,7 +223,7 @@ class _Merging:
         saved = self.adapter.saved_modules()
         for name, update in self.updates.items():
             if name not in tensors:
-                raise self._missing(name, "weight")
+                raise self._missing(name, name.rpartition(".")[2])
             weight = self.whole.get(name, tensors[name])
             if weight.dtype.name not in PLAIN_FLOATS:
                 raise self._misfit(name, f"the weight is {weight.dtype.name}")
@@ -255,8 +316,7 @@ class _Merging:
         for name, update in self.updates.items():  # a targeted embedding is saved whole, too: both count
             weight = self.whole.get(name, tensors[name])
             overflows.reports.append(report := CastReport())
-            new = updated(self.base, weight, update, tensors[name].dtype, report)
-            by_view[tensors[name].view] = new
+            by_view[tensors[name].view] = update.applied(self.base, weight, tensors[name].dtype, report)
         for other, name in self.ties.copies.items():
             by_view[tensors[other].view] = by_view[tensors[name].view]
 
@@ -268,57 +328,3 @@ class _Merging:
         pairs = [(key, value(key, was)) for key, was in old.items()]
         more = {name: self.whole[name] for name in self.report.added} | self.ties.unnamed
         return remade(old, [*pairs, *more.items()])
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What is added to a weight: `scale` times the product of two matrices."""
-
-    a: TensorRef
-    b: TensorRef
-    scale: float
-    turned: bool = False
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Rows and columns of what is added."""
-        rows, columns = self.b.shape[0], prod(self.a.shape[1:])
-        return (columns, rows) if self.turned else (rows, columns)
-
-    def factors(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return both matrices in float64, in the order in which they are multiplied. Imports numpy."""
-        rank = self.a.shape[0]
-        a, b = in_float64(self.a).reshape(rank, -1), in_float64(self.b).reshape(-1, rank)
-        return (a.T.copy(), b.T.copy()) if self.turned else (b, a)
-
-
-def updated(path: str, weight: TensorRef, update: Update, to: DType, report: CastReport) -> TensorRef:
-    """Return a weight to which an update is added; nothing is read yet."""
-    row = prod(weight.shape[1:]) * to.itemsize
-    factors = cache(update.factors)
-
-    def rows(begin: int, end: int) -> memoryview:
-        left, right = factors()
-        shape = (end - begin, *weight.shape[1:])
-        part = replace(weight, shape=shape, offset=weight.offset + begin * weight.stride[0])
-        values = in_float64(part).reshape(end - begin, -1)
-        finite = np.isfinite(values)
-        with np.errstate(all="ignore"):
-            values += update.scale * (left[begin:end] @ right)
-            rounded = nearest(values.reshape(-1), to)
-        made = reader(to)(rounded).reshape(finite.shape)
-        report.note_non_finite(0, finite, made, begin * finite.shape[1])
-        return memoryview(np.ascontiguousarray(rounded).view("u1"))  # type: ignore[arg-type]
-
-    def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        if not nbytes:
-            return
-        first, end = start // row, -(-(start + nbytes) // row)
-        step = max(1, CHUNK // row)
-        for begin in range(first, end, step):
-            raw, offset = rows(begin, min(begin + step, end)), begin * row
-            yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
-
-    data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
-    origins = weight.storage, update.a.storage, update.b.storage
-    return TensorRef.of_bytes(data, to, weight.shape, *origins, location=weight.storage.location)

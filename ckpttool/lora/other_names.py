@@ -20,6 +20,7 @@ from ..core.inert_pickle.values import OrderedDict_
 from ..core.tensors.ref import TensorRef
 from ..errors import Damaged, Refused, Unsupported
 from .adapter import PREFIX, Adapter
+from .formulas import of_weight, products_of
 
 # The parts of a pipeline that adapters are for, as each begins its names.
 KOHYA = re.compile(r"lora_(unet|te[123]?|transformer|t5xxl|prior_unet|prior_te)_(.+)")
@@ -31,7 +32,15 @@ DIFFUSERS = re.compile(
 FACTOR = re.compile(
     r"(?P<layer>.+?)(?:\.lora(?:_linear_layer)?\.|(?P<old>_lora)\.|\.lora_)(?P<which>down|up|A|B)\.weight"
 )
-LETTERS = {"down": "A", "up": "B", "A": "A", "B": "B"}
+PARTS = {"down": "lora_A", "up": "lora_B", "A": "lora_A", "B": "lora_B"}
+
+# Other parts of a layer, as LyCORIS and ComfyUI name them, and what some of them are called here.
+PART = re.compile(
+    r"(?P<layer>.+?)\.(?P<which>lora_mid(?=\.weight)|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)"
+    r"|diff|diff_b|w_norm|b_norm|dora_scale|lora_magnitude_vector)(?P<old>)(?:\.weight)?"
+)
+PARTS |= dict.fromkeys(("diff", "w_norm"), "lora_diff") | dict.fromkeys(("diff_b", "b_norm"), "lora_diff_b")
+PARTS["dora_scale"] = "lora_magnitude_vector"
 
 # What the old form calls layers -> what they may be called in a model.
 OLD = {"to_q": ("to_q", "q_proj"), "to_k": ("to_k", "k_proj"), "to_v": ("to_v", "v_proj")}
@@ -39,21 +48,16 @@ OLD |= {"to_out": ("to_out.0", "out_proj")}
 
 # Ends of names by which other kinds of adapters are known; what stands before is the layer's, whatever it is.
 KINDS = {
-    r"lora_mid": "LoCon with a third factor",
-    r"hada_\w+": "LoHa",
-    r"lokr_\w+": "LoKr",
+    r"lokr_\w+": "LoKr with a core for its first factor",
     r"oft_\w+": "OFT",
     r"boft\w*": "BOFT",
-    r"dora_scale|lora_magnitude_vector": "DoRA",
     r"on_input": "IA3",
-    r"diff|diff_b": "a difference kept whole",
-    r"w_norm|b_norm": "a norm kept whole",
     r"lora_[AB]\.bias": "a bias of a factor",
     r"lora_[abAB]|magnitude": "a factor as torchtune, MLX or litgpt names it",
 }
 ENDS = {re.compile(rf".+\.(?:{end})(?:\.weight)?"): kind for end, kind in KINDS.items()}
 
-OTHER = "two factors for each layer are added; merge other adapters with the program that trained them"
+OTHER = "merge adapters of other kinds with the program that trained them"
 
 MOST_PARTS = 6  # of a name in the model that may stand before the adapter's
 
@@ -93,15 +97,28 @@ def in_peft_names(adapter: Adapter, names: Collection[str]) -> Adapter:
         for layer, module in _found(path, component, those, modules):
             if (other := taken.setdefault(module, layer.key)) != layer.key:
                 raise Refused(path, f"'{other[:80]}' and '{layer.key[:80]}' are both for '{module[:80]}'")
-            if len(layer.factors) < 2:
+            if (products := products_of(of_weight(layer.factors))) is None:
                 raise Damaged(path, f"has only one of the two factors of '{layer.key[:80]}'")
-            tensors |= {f"{PREFIX}{module}.lora_{one}.weight": ref for one, ref in layer.factors.items()}
-            rank = (layer.factors["A"].shape or (0,))[0]
-            if layer.factors["A"].shape and not rank:
+            tensors |= {f"{PREFIX}{module}.{one}": ref for one, ref in _upright(path, layer).items()}
+            ranks = {rank for each in products for rank in each.ranks}
+            if ranks == {0} and all(part.shape for part in layer.factors.values()):
                 raise Damaged(path, f"'{layer.key[:80]}' has factors of rank 0")
-            numbers[module] = rank, _alpha(path, layer) or rank
+            rank, alpha = min(ranks, default=1), _alpha(path, layer)
+            numbers[module] = rank, alpha if alpha and ranks else rank  # what is whole is not scaled
     checkpoint = replace(adapter.checkpoint, tree=OrderedDict_(tensors))
     return Adapter(checkpoint, {"peft_type": "LORA"}, numbers=numbers)
+
+
+def _upright(path: str, layer: _Layer) -> dict[str, TensorRef]:
+    """Return a layer's parts as PEFT has them: norms of rows, and beside a core B with the rank first."""
+    parts, norms = dict(layer.factors), layer.factors.get("lora_magnitude_vector")
+    if norms is not None and norms.shape[:1] != (norms.numel,):
+        raise Unsupported(path, f"holds norms of '{layer.key[:80]}' that are not of its outputs", hint=OTHER)
+    up = parts.get("lora_B")
+    if "lora_mid" in parts and up is not None:
+        flat = up.viewed(up.shape[:2])
+        parts["lora_B"] = (flat.permuted((1, 0)) if flat else None) or up
+    return parts
 
 
 def _layers(path: str, tensors: Mapping[str, TensorRef]) -> dict[str, _Layer]:
@@ -112,7 +129,7 @@ def _layers(path: str, tensors: Mapping[str, TensorRef]) -> dict[str, _Layer]:
         if key.endswith(".alpha"):
             alphas[key.removesuffix(".alpha")] = tensor
             continue
-        match = FACTOR.fullmatch(key)
+        match = FACTOR.fullmatch(key) or PART.fullmatch(key)
         if match is None:
             kind = next((kind for end, kind in ENDS.items() if end.fullmatch(key)), None)
             what = f"is {kind}" if kind else "is no factor of a product, nor an alpha"
@@ -121,10 +138,11 @@ def _layers(path: str, tensors: Mapping[str, TensorRef]) -> dict[str, _Layer]:
                 hint = f"of a whole model: ckpttool extract-lora BASE {shlex.quote(path)} ADAPTER --rank 16"
             raise Unsupported(path, f"holds '{key[:80]}', which {what}", hint=hint)
         layer = layers.setdefault(match["layer"], _layer(path, match["layer"], old=bool(match["old"])))
-        letter = LETTERS[match["which"]]
-        if letter in layer.factors:
-            raise Refused(path, f"has the factor {letter} of '{layer.key[:80]}' under two names")
-        layer.factors[letter] = tensor
+        part = PARTS.get(match["which"], match["which"])
+        if part in layer.factors:
+            what = f"has the factor {part.removeprefix('lora_')} of '{layer.key[:80]}' under two names"
+            raise Refused(path, what)
+        layer.factors[part] = tensor
     for key, alpha in alphas.items():
         if key not in layers:
             raise Damaged(path, f"has '{key[:80]}.alpha', and no factors of that layer")

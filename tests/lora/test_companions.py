@@ -312,8 +312,8 @@ def test_verify_names_what_an_adapter_s_settings_say_otherwise(
         (GOOD, {}),
         (GOOD, {"r": 8, "rank_pattern": {"q_proj": 2}}),
         (factors(WORDS), {"r": 1}),
-        ({f"{Q}.hada_w1_a": torch.ones(3)}, {"peft_type": "LOHA", "r": 9}),
-        ({**GOOD, f"{Q}.lora_magnitude_vector": torch.ones(4)}, {"r": 9, "use_dora": True}),
+        ({f"{Q}.ia3_l": torch.ones(3)}, {"peft_type": "IA3", "r": 9}),
+        (GOOD, {"r": 9, "use_qalora": True}),
     ],
     ids=["fits", "by a pattern", "an embedding", "another type", "a kind that is not read"],
 )

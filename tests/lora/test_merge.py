@@ -266,12 +266,21 @@ A, B = factors(5, 4)
 GOOD = pair("fc", A, B)
 
 WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolError], str]] = {
-    "DoRA": (GOOD, {"use_dora": True}, Unsupported, "use_dora"),
-    "a magnitude": (
-        GOOD | {"fc.lora_magnitude_vector": torch.ones(5)}, {}, Unsupported, "no factor of a product"
+    "DoRA without norms": (GOOD, {"use_dora": True}, Damaged, "has no magnitude of 'fc', and .* = true"),
+    "norms without DoRA": (
+        GOOD | {"fc.lora_magnitude_vector": torch.ones(5)}, {}, Damaged, "a magnitude of .fc., .* = false"
+    ),
+    "norms of another number": (
+        GOOD | {"fc.lora_magnitude_vector": torch.ones(4)}, {"use_dora": True}, Damaged, "4 magnitudes of"
+    ),
+    "a bias of the first factor": (
+        GOOD | {"fc.lora_A.bias": torch.ones(2)}, {"lora_bias": True}, Unsupported, "no part of a layer"
+    ),
+    "two kinds in a layer": (
+        GOOD | {"fc.oft_R.weight": torch.ones(2, 1)}, {}, Unsupported, "together: lora_A, lora_B, oft_R"
     ),
     "another start": (GOOD, {"init_lora_weights": "pissa"}, Unsupported, "init_lora_weights=pissa"),
-    "another kind": (GOOD, {"peft_type": "LOHA"}, Unsupported, "type LOHA"),
+    "another kind": (GOOD, {"peft_type": "IA3"}, Unsupported, "type IA3"),
     "one factor": ({"fc.lora_A.weight": A}, {}, Damaged, "only one of the two factors of 'fc'"),
     "another rank": (GOOD, {"r": 3}, Damaged, "says rank 3"),
     "no number": (GOOD, {"lora_alpha": "x"}, Damaged, "lora_alpha = 'x'"),
@@ -674,11 +683,23 @@ def test_the_command_says_what_must_be_loaded_untied(cli: Any, tmp_path: Path) -
     assert json.loads(cli(*words, "--force", "--json").out)["untied"] == [OUTPUT]
 
 
-def test_single_tokens_that_were_trained_are_refused_by_name(tmp_path: Path) -> None:
+def test_single_tokens_that_were_trained_take_the_place_of_their_rows(tmp_path: Path) -> None:
+    base = unnamed(tmp_path)
+    delta = {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.full((2, 6), 9.0)}
+    adapter(tmp_path, delta, trainable_token_indices=[4, 1])
+    state, report = merged(tmp_path, base)
+    assert state[EMBEDDING][[1, 4]].eq(9).all()
+    assert torch.equal(state[EMBEDDING][[0, 2, 3, 5, 6]], OLD[[0, 2, 3, 5, 6]])
+    assert EMBEDDING in report.updated
+    assert report.untied == ()
+
+
+@pytest.mark.parametrize("indices", [None, [1], [1, 1], [1, 7], [-1, 2], ["1", 2], {"lm_head": [1, 2]}])
+def test_tokens_that_no_setting_names_are_refused(indices: object, tmp_path: Path) -> None:
     base = unnamed(tmp_path)
     delta = {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 6)}
-    adapter(tmp_path, delta, trainable_token_indices=[1, 2])
-    with pytest.raises(ckpttool.CkptToolError, match="trainable_token_indices"):
+    adapter(tmp_path, delta, trainable_token_indices=indices)
+    with pytest.raises(Damaged, match=r"does not say which 2 of 7 rows of 'model\.embed_tokens' are trained"):
         merged(tmp_path, base)
 
 

@@ -165,11 +165,32 @@ def test_what_fits_twice_is_refused_naming_both(case: str, tmp_path: Path) -> No
 
 FC = kohya("lora_unet_fc")
 WRONG: dict[str, tuple[Tensors, type[CkptToolError], str]] = {
-    "LoHa": ({"lora_unet_fc.hada_w1_a": A}, Unsupported, "'lora_unet_fc.hada_w1_a', which is LoHa"),
-    "LoKr": ({"lora_unet_fc.lokr_w1": A}, Unsupported, "which is LoKr"),
-    "DoRA": (FC | {"lora_unet_fc.dora_scale": B}, Unsupported, "which is DoRA"),
-    "a third factor": (FC | {"lora_unet_fc.lora_mid.weight": A}, Unsupported, "with a third factor"),
-    "a whole difference": (FC | {"lora_unet_fc.diff": A}, Unsupported, "a difference kept whole"),
+    "a part of LoHa": (
+        {"lora_unet_fc.hada_w1_a": A},
+        Damaged,
+        "only one of the two factors of 'lora_unet_fc'",
+    ),
+    "a part of LoKr": ({"lora_unet_fc.lokr_w1": A}, Damaged, "only one of the two factors of 'lora_unet_fc'"),
+    "norms of inputs": (
+        FC | {"lora_unet_fc.dora_scale": torch.ones(1, 4)},
+        Unsupported,
+        "that are not of its outputs",
+    ),
+    "norms of another number": (
+        FC | {"lora_unet_fc.dora_scale": torch.ones(4, 1)},
+        Damaged,
+        "4 magnitudes of 'fc', which needs 6",
+    ),
+    "a core of another rank": (
+        FC | {"lora_unet_fc.lora_mid.weight": torch.ones(3, 3, 1, 1)},
+        Damaged,
+        "factors of 'fc'",
+    ),
+    "a difference beside factors": (
+        FC | {"lora_unet_fc.diff": A},
+        Unsupported,
+        "'fc' together: lora_diff, lora_A, lora_B",
+    ),
     "a bias": (FC | {"lora_unet_fc.bias": A}, Unsupported, "is no factor of a product, nor an alpha"),
     "a whole model": ({"fc.weight": WEIGHT}, Unsupported, "of a whole model: ckpttool extract-lora BASE"),
     "an unknown part": (kohya("lora_vae_fc"), Unsupported, "'lora_vae_fc'"),
@@ -387,19 +408,11 @@ def test_a_processor_in_the_model_s_own_names_is_found(tmp_path: Path, layer: st
 
 
 OTHERS = {
-    "lora_mid.weight": "LoCon with a third factor",
-    "hada_w1_a": "LoHa",
-    "lokr_w1": "LoKr",
-    "lokr_t2": "LoKr",
+    "lokr_t1": "LoKr with a core for its first factor",
     "oft_blocks": "OFT",
     "oft_R.weight": "OFT",
     "boft_R": "BOFT",
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector.weight": "DoRA",
     "on_input": "IA3",
-    "diff": "a difference kept whole",
-    "diff_b": "a difference kept whole",
-    "w_norm": "a norm kept whole",
     "lora_A.bias": "a bias of a factor",
 }
 
