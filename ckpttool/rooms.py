@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "disarming": (),
     "batchnorm": ("distributed",),
     "lora": (),
+    "folding": (),
     "averaging": (),
     "optimizers": (),
     "deltas": (),

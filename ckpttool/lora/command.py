@@ -44,7 +44,6 @@ def merge_lora(job: options.WriteJob, adapter: str) -> None:
     Example:
       ckpttool merge-lora model.safetensors adapter merged.safetensors
     """
-    from ..core.checkpoint.settings import config_of, said_of
     from . import merge
     from .adapter import open_adapter
 
@@ -53,8 +52,7 @@ def merge_lora(job: options.WriteJob, adapter: str) -> None:
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
         new, merged = merge.merge_lora(checkpoint, opened, state=target.state)
         done = f"added {counted(len(merged.updated), 'update')} of {adapter}"
-        said = said_of(config_of(job.input), name := "tie_word_embeddings")
-        settings = dict.fromkeys(said or (name,), False) if merged.untied else {}
+        settings = merged.settings(job.input)
         return new, Outcome(done, casting=merged.casting, settings=settings, result=merged)
 
     with opened.checkpoint:

@@ -17,6 +17,7 @@ from math import prod, sqrt
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.module_tree import is_embedding, is_output, orientations
 from ..core.checkpoint.selection import replace_state
+from ..core.checkpoint.settings import config_of, require_unpacked, said_of
 from ..core.checkpoint.special_tensors import require_plain, with_plain_tensor
 from ..core.checkpoint.state import State
 from ..core.inert_pickle.values import remade
@@ -65,6 +66,11 @@ class Merged:
     followed: tuple[str, ...] = noted("tied to an updated weight, and changed with it as in PEFT's merge")
     untied: tuple[str, ...] = noted('no longer tied: set "tie_word_embeddings": false in config.json')
 
+    def settings(self, base: str) -> dict[str, object]:
+        """Return what a config.json must say of the result, by that beside the base."""
+        said = said_of(config_of(base), name := "tie_word_embeddings")
+        return dict.fromkeys(said or (name,), False) if self.untied else {}
+
 
 @takes_checkpoint
 def merge_lora(
@@ -110,7 +116,7 @@ class _Merging:
         if not adapter.is_of_peft:
             adapter = in_peft_names(adapter, state.tensors)
         self.adapter, self.path, self.config = adapter, adapter.checkpoint.path, adapter.config
-        self.state, self.base = state, checkpoint.path
+        self.checkpoint, self.state, self.base = checkpoint, state, checkpoint.path
         adapter.require_known()
         factors, self.whole = adapter.parts()
         if not (factors or self.whole):
@@ -226,6 +232,7 @@ class _Merging:
                 raise self._missing(name, name.rpartition(".")[2])
             weight = self.whole.get(name, tensors[name])
             if weight.dtype.name not in PLAIN_FLOATS:
+                require_unpacked(self.checkpoint, self.state, "nothing can be added to codes", names=[name])
                 raise self._misfit(name, f"the weight is {weight.dtype.name}")
             sizes = (weight.shape[0], prod(weight.shape[1:])) if weight.shape else ()
             if sizes != update.sizes:

@@ -50,6 +50,7 @@ def merge(
     dtype: str | None,
     take_rank: int | None,
     take_step: int | None,
+    **changes: Any,
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
 
@@ -74,16 +75,32 @@ def merge(
         return open_ranks(files, take_rank=take_rank, take_step=take_step)
 
     try:
-        rewrite(job, partial(_merged, dtype=dtype), opening=opening, full=full or None, to=to, needed=())
+        rewrite(
+            job,
+            partial(_merged, job, changes, dtype=dtype),
+            opening=opening,
+            full=full or None,
+            to=to,
+            needed=(),
+        )
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(job.console, checkpoint) from None
 
 
-def _merged(checkpoint: Checkpoint, target: Target, *, dtype: str | None) -> Change:
+def _merged(
+    job: options.WriteJob,
+    changes: dict[str, Any],
+    checkpoint: Checkpoint,
+    target: Target,
+    *,
+    dtype: str | None,
+) -> Change:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
     from ..core.checkpoint.optimizer_view import is_flat
     from ..core.checkpoint.selection import cast
+    from ..core.cli.convert import Conversion
+    from ..core.tensors.cast import CastReports
     from ..core.tensors.cast import target as dtype_of
 
     outcome = Outcome(f"merged {_in_words(checkpoint)}", of_state=bool(dtype))
@@ -97,14 +114,18 @@ def _merged(checkpoint: Checkpoint, target: Target, *, dtype: str | None) -> Cha
     stays_flat = as_text and any(is_flat(value) for _, value in checkpoint.optimizers())
     if target.place.holds_all and not stays_flat:  # torchtitan loads no other form
         checkpoint = _with_names(checkpoint, outcome, shlex.quote(target.place.path), as_text=as_text)
+    conversion = Conversion(job, target, outcome, checkpoint, checkpoint, None)
+    options.added(changes, conversion)
+    checkpoint = conversion.checkpoint
     if dtype:
         to = dtype_of(dtype.lower())
         try:
-            checkpoint, outcome.casting = cast(checkpoint, to, state=target.state)
+            checkpoint, report = cast(checkpoint, to, state=target.state)
         except NothingToDo:  # to merge is something to do
             outcome.notes.append(f"no tensor had to be cast: none has a float dtype other than {to.name}")
         else:
-            outcome.done += f", {counted(outcome.casting.tensors, 'tensor')} cast to {to.name}"
+            outcome.casting = CastReports(reports=[*filter(None, (outcome.casting, report))])
+            outcome.done += f", {counted(report.tensors, 'tensor')} cast to {to.name}"
     return checkpoint, outcome
 
 

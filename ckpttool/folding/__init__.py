@@ -1,0 +1,1 @@
+"""What a wrapper computes whenever a model runs, computed once: weight and spectral norm, masks, adapters"""
