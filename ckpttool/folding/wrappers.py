@@ -68,7 +68,7 @@ class Wrapped:
             if self.form == "weight norm":
                 norms = in_float64(others[0]).reshape(others[0].shape or (1,) * len(weight.shape))
                 return with_norms(weight, norms)
-            size = _measured(weight, *others, axis)[0]
+            size = _measured(weight, others[0], others[1], axis)[0]
             return lambda values, begin: values / size
 
         return by_rows(path, weight, change, weight.dtype, report, *(each.storage for each in others))

@@ -44,6 +44,7 @@ def facts_of(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     if summary.ranks is not None:
         yield from _run(summary.ranks, most)
     yield from _state(summary, most)
+    yield from (("computed", _fold(kind, count)) for kind, count in summary.folds.items())
     yield from (("quantised", printable(str(scheme))) for scheme in summary.quantised)
     yield from _first("unclear", [*map(printable, summary.unclear)], most)
     yield from (("prefix", _prefix(prefix)) for prefix in summary.prefixes)
@@ -97,6 +98,14 @@ def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
         yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
     for name in summary.other_states:
         yield "also", f"--state {printable(shlex.quote(name))}{f' ({SCORED})' * (name == summary.scored)}"
+
+
+def _fold(kind: str, count: int) -> str:
+    """Return, in words, what wrappers of a kind compute, and what computes it once."""
+    what = {"lora": "an adapter is inside", "mask": "masks of pruning", "norm": "weight or spectral norm"}[
+        kind
+    ]
+    return f"{what}: {counted(count, 'tensor')}; convert --fold {kind} makes plain ones"
 
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
@@ -240,6 +249,7 @@ class Summary:
         unclear: why some of those can't be made plain.
         parts_in: the folder beside the file that has its tensors, where the trainer's ranks wrote them.
         commit: of the repository on the hub that was read.
+        folds: how many tensors a wrapper computes from others, by the kind that `--fold` takes.
     """
 
     path: str
@@ -275,6 +285,7 @@ class Summary:
     parts_in: str | None = field(default=None, metadata={"json": None})
     commit: str | None = field(default=None, metadata={"if_any": True})
     made_of: Mapping[str, int] = field(default_factory=dict, metadata={"if_any": True})
+    folds: Mapping[str, int] = field(default_factory=dict, metadata={"if_any": True})
 
     def __repr__(self) -> str:
         what = f"{self.format}, {show_bytes(self.nbytes)}, {counted(self.keys, 'tensor')}"
@@ -321,6 +332,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     prefixes = found_prefixes(tensors, chosen.versions, lightning=lightning) if chosen else ()
     numbers: Any = find("numbers.recognise")
     packed = numbers.recognise(checkpoint, chosen) if numbers and chosen else None
+    folding: Any = find("folding.fold")
     parts = reversed(checkpoint.shards) if checkpoint.format == "delta" else ()
     return Summary(
         path=checkpoint.path,
@@ -355,6 +367,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         unclear=tuple(fault.message for fault in packed.faults) if packed else (),
         parts_in=(parts_beside(checkpoint.tree) or {}).get("folder"),
         commit=checkpoint.source.commit or None,
+        folds=folding.folds_in(chosen) if folding and chosen else {},
         made_of={source.path: source.size for source in parts if source.size},
     )
 

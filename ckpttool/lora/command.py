@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -59,52 +59,71 @@ def merge_lora(job: options.WriteJob, adapter: str) -> None:
         rewrite(job, transform, needed=(job.input, adapter))
 
 
-def _extract_printed() -> Fields:
+def _extract_printed() -> list[Fields]:
     from .adapter import SavedAdapter
     from .differences import Extracted, Layer
+    from .inside import TakenOut
 
     worst = (Layer, "the layer with the largest error")
-    return {**fields_like(Extracted), "worst": worst, **fields_like(SavedAdapter), **WRITTEN}
+    of_two = {**fields_like(Extracted), "worst": worst, **fields_like(SavedAdapter), **WRITTEN}
+    return [of_two, {**fields_like(TakenOut), **fields_like(SavedAdapter), **WRITTEN}]
 
 
 @options.command("Train on", "What a model has learnt, as a LoRA adapter", _extract_printed)
-@click.argument("input", metavar="BASE", type=options.PATH, callback=options.note_inputs)
-@click.argument("tuned", metavar="TUNED", type=options.PATH, callback=options.note_inputs)
-@options.output_argument
-@options.option("--rank R", "The rank of the factors.", type=click.IntRange(1), required=True)
+@options.argument("inputs", "BASE [TUNED] OUTPUT", nargs=-1, callback=options.part_output)
+@options.option("--rank R", "The rank of the factors of what TUNED has learnt.", type=click.IntRange(1))
 @options.option(
     "--others WHAT",
     "What differs and can't be factors: save it whole in the adapter, or drop it.",
     type=click.Choice(("save", "drop")),
 )
+@options.option("--adapter NAME", "Of several adapters inside BASE, the one to take out.")
+@options.option("--alpha A", "Alpha of the adapter inside, where no file beside BASE says it.", type=float)
 @options.state_option
 @options.folder_options
-def extract_lora(job: options.WriteJob, tuned: str, rank: int, others: str | None) -> None:
+def extract_lora(
+    job: options.WriteJob,
+    rank: int | None,
+    others: str | None,
+    adapter: str | None,
+    alpha: float | None,
+) -> None:
     """Write what TUNED has learnt since BASE as a LoRA adapter, the inverse of merge-lora.
 
     OUTPUT is a folder that PEFT and merge-lora read. Each linear layer and convolution that differs gets the
     factors nearest to its difference, computed in float64 and kept in float32; the error is what they miss,
     as a part of the difference, by layer with -v. Norms, biases and embeddings can't be factors: if they
-    differ, say what becomes of them with --others.
+    differ, say what becomes of them with --others. Without TUNED, the adapter inside BASE is taken out as it
+    is.
 
     \b
-    Example:
+    Examples:
       ckpttool extract-lora base.safetensors tuned.safetensors learnt/ --rank 16
+      ckpttool extract-lora last.pt learnt/ --alpha 32
     """
     from ..core.formats.output import OutputPlace
     from .adapter import require_place, save_adapter
     from .differences import extract_lora as extract
 
     console, started = job.console, time.perf_counter()
-    require_place(OutputPlace(job.output, job.force, (job.input, tuned)))
+    require_place(OutputPlace(job.output, job.force, job.inputs))
+    if not job.inputs[1:]:
+        if rank or others:
+            what = f"--{'rank' if rank else 'others'} is of what TUNED has learnt, and only BASE is given"
+            raise click.UsageError(what)
+        _take_out(job, adapter, alpha)
+        return
+    if rank is None or adapter is not None or alpha is not None:
+        raise click.UsageError("BASE and TUNED take --rank R, and --adapter and --alpha are of BASE alone")
+    tuned = job.inputs[1]
     with open_file(console, job.input) as base, open_file(console, tuned) as other:
         note_state(console, base, job.state)
         with console.bar("extracting") as bar:
-            adapter, extracted = extract(
+            made, extracted = extract(
                 base, other, rank, others=others, state=job.state, verify=job.verify, **bar.calls
             )
         saved = save_adapter(
-            adapter, extracted.config, job.output, verify=job.verify, force=job.force, dry_run=job.dry_run
+            made, extracted.config, job.output, verify=job.verify, force=job.force, dry_run=job.dry_run
         )
     if console.verbose:
         console.note("\n".join(_errors(extracted)))
@@ -114,6 +133,24 @@ def extract_lora(job: options.WriteJob, tuned: str, rank: int, others: str | Non
     done = f"extracted {counted(len(extracted.layers), 'layer')}"
     size = f"{show_bytes(saved.nbytes)}, largest error {_percent(worst.error)} in {printable(worst.name)}"
     report_written(console, done, saved.path, size, time.perf_counter() - started, data, dry=job.dry_run)
+
+
+def _take_out(job: options.WriteJob, name: str | None, alpha: float | None) -> None:
+    """Write the adapter that is inside a model as a folder of its own."""
+    from .adapter import save_adapter
+    from .inside import TakenOut, take_apart
+
+    console, started = job.console, time.perf_counter()
+    with open_file(console, job.input) as checkpoint:
+        _, adapter, others = take_apart(checkpoint, adapter=name, alpha=alpha, state=job.state)
+        how: dict[str, Any] = {"verify": job.verify, "force": job.force, "dry_run": job.dry_run}
+        saved = save_adapter(adapter.checkpoint, adapter.config, job.output, **how)
+    taken = TakenOut(adapter.config.get("r"), adapter.config.get(adapter.alpha_name), others)
+    note_fields(console, taken)
+    data = {**fields_of(taken), **fields_of(saved)}
+    done = f"took out {counted(saved.keys, 'tensor')} of an adapter"
+    seconds = time.perf_counter() - started
+    report_written(console, done, saved.path, show_bytes(saved.nbytes), seconds, data, dry=job.dry_run)
 
 
 def _errors(extracted: Extracted) -> list[str]:

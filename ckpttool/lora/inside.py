@@ -26,7 +26,7 @@ from ..core.checkpoint.settings import settings_beside
 from ..core.checkpoint.special_tensors import require_plain
 from ..core.checkpoint.state import State
 from ..core.inert_pickle.values import OrderedDict_
-from ..core.words import first_few
+from ..core.words import first_few, noted
 from ..errors import NothingToDo, Refused, Unsupported
 from .adapter import CONFIG, PREFIX, Adapter
 from .formulas import PRODUCTS, kind_of, of_weight, products_of
@@ -38,7 +38,7 @@ TYPES = {"hada": "LOHA", "lokr": "LOKR", "oft_R": "OFT", "trainable_tokens_delta
 # A part of an adapter that has a name, of torchtune's, and of a module that an adapter holds whole.
 PART = re.compile(
     r"(.+\.(?:lora_(?:embedding_)?[AB]|lora_magnitude_vector|hada_[wt]\d\w*|lokr_[wt]\d\w*|oft_R"
-    r"|trainable_tokens_delta))\.([^.]+)((?:\.weight|\.bias)?)"
+    r"|trainable_tokens_delta))\.(?!(?:weight|bias)$)([^.]+)((?:\.weight|\.bias)?)"
 )
 OF_TORCHTUNE = re.compile(r"(.+)\.(?:lora_([ab])\.weight|magnitude)")
 WHOLE = re.compile(r"(.+)\.modules_to_save\.([^.]+)(\..+)")
@@ -61,6 +61,20 @@ class Inside:
     keys: Mapping[str, dict[str, str]]
     whole: Mapping[str, set[str]]
     wrapped: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOut:
+    """An adapter that was taken out of a model.
+
+    Attributes:
+        rank, alpha: what its settings say of most layers.
+        adapters_left: names of other adapters inside.
+    """
+
+    rank: float | None
+    alpha: float | None
+    adapters_left: tuple[str, ...] = noted("other adapters, which stay")
 
 
 def adapters_in(state: State) -> Inside:

@@ -340,8 +340,8 @@ KINDS = (
     (
         "adapter",
         r"\.base_layer\.",
-        "they are a model with a LoRA adapter inside, as PEFT trains it: save it after merge_and_unload(), "
-        "or save the adapter by save_pretrained, and ckpttool merge-lora BASE ADAPTER OUT",
+        "they are a model with an adapter inside, as PEFT trains it: ckpttool convert FILE OUT --fold lora "
+        "adds it, or says what it needs",
     ),
     (
         "adapter",

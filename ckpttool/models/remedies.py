@@ -189,6 +189,21 @@ def dequantized(case: Case) -> Iterator[Remedy]:
         yield Remedy("quantised", message, ("convert", "--dequantize"), lambda c: numbers.dequantize(c)[0])
 
 
+# Names of the parts that a wrapper computes from
+OF_WRAPPER = re.compile(r"\.(parametrizations|base_layer|lora_[aAbB])\.|_(orig|mask|[guv])$")
+
+
+def folded(case: Case) -> Iterator[Remedy]:
+    """Compute what a wrapper computes from others, unless the model is wrapped too."""
+    folding: Any = find("folding.fold")
+    kinds = folding.folds_in(case.state) if folding else {}
+    if kinds and not any(map(OF_WRAPPER.search, case.blueprint.places)):
+        names = ",".join(kinds)
+        what = " and ".join(map(folding.KINDS.get, kinds))
+        message = f"the file has the parts of {what}, and the model plain weights"
+        yield Remedy("wrapped", message, ("convert", "--fold", names), lambda c: folding.fold(c, [*kinds])[0])
+
+
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
 

@@ -150,6 +150,9 @@ def treat(
 
 def treated(case: Case, accepts: Accepts) -> Treatment:
     """Return the treatment by what is certain, else as another dialect of the model, else by guesses."""
+    if not accepts(case.state) and (plain := _best(case, remedies.folded)):
+        below = treated(plain[1], accepts)
+        return replace(below, remedies=(plain[0], *below.remedies))
     if any(map(OF_ADAPTER.search, case.fit.unexpected)):  # leaving the adapter out would make another model
         return Treatment(case)
     if not accepts(case.state) and (plain := _best(case, remedies.dequantized)):
