@@ -38,7 +38,8 @@ def merge_lora(job: options.WriteJob, adapter: str) -> None:
     whole take that of the model's, too. A layer tied to a module that ADAPTER holds whole keeps BASE's values
     and is written apart, so config.json must then say "tie_word_embeddings": false; a copy of an updated
     matrix that it says is tied changes with it. A vocabulary that grew is taken over where ADAPTER holds both
-    matrices whole. DoRA and other kinds that do more than add a product are refused by name.
+    matrices whole. LoRA, DoRA, LoHa, LoKr, OFT, trained tokens and whole differences are merged; other kinds
+    are refused by name. An adapter that is inside BASE is one for convert --fold lora.
 
     \b
     Example:
@@ -99,7 +100,7 @@ def extract_lora(
     \b
     Examples:
       ckpttool extract-lora base.safetensors tuned.safetensors learnt/ --rank 16
-      ckpttool extract-lora last.pt learnt/ --alpha 32
+      ckpttool extract-lora peft.pt learnt/ --alpha 32
     """
     from ..core.formats.output import OutputPlace
     from .adapter import require_place, save_adapter

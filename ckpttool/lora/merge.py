@@ -76,7 +76,7 @@ class Merged:
 def merge_lora(
     checkpoint: Checkpoint, adapter: Adapter, *, state: str | None = None
 ) -> tuple[Checkpoint, Merged]:
-    """Return a checkpoint in which an adapter's updates are added to the weights.
+    """Return a checkpoint in which an adapter's updates are added to the weights: LoRA, DoRA, LoHa, LoKr, OFT.
 
     Values are computed in float64 when they are written, a few rows at a time, and rounded once to the
     weight's type. What is tied to an updated weight stays tied; what is tied to a module that the adapter
@@ -88,7 +88,7 @@ def merge_lora(
         state: dotted path of the model's state; found when None.
 
     Raises:
-        Unsupported: the adapter is no LoRA, or of a kind that computes something else, such as DoRA.
+        Unsupported: the adapter is of a type whose formula is not known, or has a setting that changes it.
         Refused: a tensor of it has no place in the model, does not fit it, or may be tied to an output layer
             that the base does not name.
         Damaged: one of two factors is missing, or has another rank than the configuration says.

@@ -62,6 +62,7 @@ def convert(job: options.WriteJob, full: bool, keep_copies: bool, to: str | None
       ckpttool convert model.bin model.safetensors --dtype bf16
       ckpttool convert last.pt last.safetensors --full
       ckpttool convert fp8-model/ plain/ --dequantize --companions
+      ckpttool convert normed.pt plain.pt --fold norm
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
     from ..tensors import cast

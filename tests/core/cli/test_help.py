@@ -60,6 +60,10 @@ def prepare(folder: Path, example: str) -> None:
         return {key: t + torch.rand(t.shape) if t.dim() > 1 else t for key, t in state.items()}
 
     put("last.pt", lambda: trained("module.", net.named_parameters()))
+    put("normed.pt", lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)).state_dict())
+    inside = {"fc.base_layer.weight": torch.ones(2, 2)}
+    inside |= {f"fc.lora_{letter}.default.weight": torch.ones(2, 2) for letter in "AB"}
+    put("peft.pt", lambda: inside)
     put("run.pt", lambda: trained("", net.parameters()))
     put("model.pt", lambda: prefixed(state, "backbone."))
     put("model.bin", lambda: state)
