@@ -31,6 +31,7 @@ BY_PARTS = {frozenset(form[2]): form for form in FORMS}
 
 OLD = re.compile(r"((?:.*\.)?[^.]+)(_orig|_mask|_u|_v|_g)")
 NEW = re.compile(r"((?:.*\.)?)parametrizations\.([^.]+)\.(.+)")
+MARK = re.compile(r"(?m)_(?:orig|g)$|parametrizations\.")
 IS_SAME = 0.9  # the cosine of two vectors that are one but for a few steps of training
 
 
@@ -86,6 +87,8 @@ class Wrapped:
 
 def wrapped_in(tensors: Mapping[str, TensorRef]) -> Iterator[Wrapped]:
     """Yield the tensors of a state that are computed from others."""
+    if MARK.search("\n".join(tensors)) is None:  # which is looked for in each file that is shown
+        return
     groups = defaultdict[str, dict[str, str]](dict)
     for name in tensors:
         if match := NEW.fullmatch(name):

@@ -41,7 +41,7 @@ PREFIX = "base_model.model."
 
 # A part of a layer, as `formulas` knows it; a trained token's row is of an embedding inside another module.
 FACTOR = re.compile(
-    r"(.+?)(?:\.token_adapter)?\.(lora_(?:(?:embedding_)?[AB]|mid|diff|diff_b|magnitude_vector|B(?=\.bias))"
+    r"(.+?)(?:\.token_adapter)?\.(lora_(?:(?:embedding_)?[AB]|mid|diff|diff_b|magnitude_vector)"
     r"|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|oft_R|trainable_tokens_delta)(\.weight|\.bias)?"
 )
 

@@ -53,13 +53,17 @@ class Product:
 
     @property
     def ranks(self) -> set[int]:
-        """The sizes that are the rank, of which there must be one; none of a whole matrix."""
+        """The sizes that are the rank, of which there must be one; none of a whole matrix, 0 of no matrix."""
+        left, core = self.left.shape, self.core.shape if self.core else None
         if self.right is None:
-            return set()
-        if len(self.left.shape) < 2 or not self.right.shape:
+            return set() if left else {0}
+        if len(left) < 2 or not self.right.shape or (core is not None and (len(left) > 2 or len(core) < 2)):
             return {0}
-        inner = prod(self.left.shape[1:]) if self.core is None else self.left.shape[0]
-        return {self.right.shape[0], inner, *(self.core.shape[:2] if self.core else ())}
+        return {
+            self.right.shape[0],
+            *(core[:2] if core is not None else ()),
+            left[0] if core else prod(left[1:]),
+        }
 
     def factors(self) -> list[NDArray[Any]]:
         """Return the matrices in float64 whose product it is: two, the core in the second, or one."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ..core.checkpoint.keys import rename_keys
+from ..core.checkpoint.prefixes import MAX_LEVELS
 from ..core.checkpoint.selection import replace_state
 from ..core.checkpoint.settings import settings_beside
 from ..core.checkpoint.special_tensors import require_plain
@@ -42,6 +43,8 @@ PART = re.compile(
 )
 OF_TORCHTUNE = re.compile(r"(.+)\.(?:lora_([ab])\.weight|magnitude)")
 WHOLE = re.compile(r"(.+)\.modules_to_save\.([^.]+)(\..+)")
+
+MARK = re.compile(r"\.(?:base_layer|original_module|lora_a)\.")
 
 # What a wrapper puts into the names of the base.
 WRAPPED = re.compile(r"(.+?)(?:\.token_adapter)?\.(?:base_layer|original_module)\.")
@@ -79,6 +82,8 @@ class TakenOut:
 
 def adapters_in(state: State) -> Inside:
     """Return the adapters inside a state; of an adapter alone, none."""
+    if MARK.search("\n".join(state.tensors)) is None:  # which is looked for in each file that is shown
+        return Inside({}, {}, frozenset())
     keys, whole = defaultdict[str, dict[str, str]](dict), defaultdict[str, set[str]](set)
     names = {key: "".join(key.rpartition(PREFIX)[::2]) for key in state.tensors}
     for key, name in names.items():
@@ -173,7 +178,7 @@ def _require_known(path: str, keys: list[str], wrapped: frozenset[str]) -> None:
     """Refuse what is in a wrapped module beside its base: a part of a kind that is not known here."""
     for key in keys:
         name = "".join(key.rpartition(PREFIX)[::2])
-        parents = accumulate(name.split(".")[:-1], "{}.{}".format)
+        parents = accumulate(name.split(".")[: MAX_LEVELS + 1][:-1], "{}.{}".format)
         if not WRAPPED.match(name) and not wrapped.isdisjoint(parents):
             what = f"holds '{key[:80]}', which is no part of an adapter that is known"
             raise Unsupported(path, what, hint="merge it in Python: merge_and_unload()")

@@ -26,17 +26,7 @@ from ..core.tensors.ref import PLAIN_FLOATS, TensorRef
 from ..core.words import noted
 from ..errors import Damaged, NothingToDo, Refused, Unsupported
 from .adapter import CONFIG, IN_PYTHON, Adapter, misfit
-from .formulas import (
-    PRODUCTS,
-    Update,
-    block_size,
-    difference,
-    kind_of,
-    of_weight,
-    rotation,
-    sum_of,
-    tokens,
-)
+from .formulas import PRODUCTS, Update, block_size, difference, kind_of, of_weight, rotation, sum_of, tokens
 from .other_names import in_peft_names
 from .ties import Ties, saved_module, tying
 
@@ -76,7 +66,7 @@ class Merged:
 def merge_lora(
     checkpoint: Checkpoint, adapter: Adapter, *, state: str | None = None
 ) -> tuple[Checkpoint, Merged]:
-    """Return a checkpoint in which an adapter's updates are added to the weights: LoRA, DoRA, LoHa, LoKr, OFT.
+    """Return a checkpoint in which an adapter is added to the weights: LoRA, DoRA, LoHa, LoKr or OFT.
 
     Values are computed in float64 when they are written, a few rows at a time, and rounded once to the
     weight's type. What is tied to an updated weight stays tied; what is tied to a module that the adapter

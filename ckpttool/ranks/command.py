@@ -74,27 +74,16 @@ def merge(
 
         return open_ranks(files, take_rank=take_rank, take_step=take_step)
 
+    transform = partial(_merged, job, changes, dtype)
     try:
-        rewrite(
-            job,
-            partial(_merged, job, changes, dtype=dtype),
-            opening=opening,
-            full=full or None,
-            to=to,
-            needed=(),
-        )
+        rewrite(job, transform, opening=opening, full=full or None, to=to, needed=())
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(job.console, checkpoint) from None
 
 
 def _merged(
-    job: options.WriteJob,
-    changes: dict[str, Any],
-    checkpoint: Checkpoint,
-    target: Target,
-    *,
-    dtype: str | None,
+    job: options.WriteJob, changes: dict[str, Any], dtype: str | None, checkpoint: Checkpoint, target: Target
 ) -> Change:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
     from ..core.checkpoint.optimizer_view import is_flat

@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], dict[str, Any], type[CkptToolE
     ),
     "a plain model": ({"fc.weight": W}, {}, {"alpha": 1.0}, NothingToDo, "no adapter is inside"),
     "an adapter alone": (
-        {"fc.lora_A.weight": A, "fc.lora_B.weight": B}, {}, {"alpha": 1.0}, NothingToDo, "no adapter is inside"
+        {"fc.lora_A.weight": A, "fc.lora_B.weight": B}, {}, {"alpha": 1.0}, NothingToDo, "no adapter is"
     ),
     "an adapter alone with a bias": (
         {"fc.lora_A.weight": A, "fc.lora_B.weight": B, "fc.base_layer.bias": W[0]}, {}, {"alpha": 1.0},

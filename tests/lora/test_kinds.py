@@ -256,3 +256,25 @@ def test_other_names_of_the_kinds_are_merged_too(kind: str, begin: str, tmp_path
     torch.testing.assert_close(found["proj.bias"], BIAS * 3)
     torch.testing.assert_close(found["fc.bias"], BIAS * (4 if "b_norm" in parts else 1))
     assert torch.equal(found["proj.weight"], W)
+
+
+ODD = {
+    "a matrix without axes": ({"lokr_w1": torch.ones(()), "lokr_w2": random(6, 4)}, W),
+    "a core of one axis": ({**TURNED, **CORES, "hada_t1": random(2)}, KERNEL),
+    "factors of other ranks": ({**HADA, "hada_w2_a": random(6, 3)}, W),
+    "factors without axes": ({**HADA, "hada_w1_b": torch.ones(())}, W),
+    "a difference of another size": ({"diff": random(5, 4)}, W),
+    "a Kronecker product of another size": ({"lokr_w1": random(3, 2), "lokr_w2": random(3, 2)}, W),
+    "norms of no row": ({"lora_up.weight": UP, "lora_down.weight": DOWN, "dora_scale": torch.ones(())}, W),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_parts_of_odd_shapes_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    parts, weight = ODD[case]
+    save_file({f"lora_unet_fc.{name}": part for name, part in parts.items()}, tmp_path / "adapter")
+    saved({"fc.weight": weight.clone()}, tmp_path / "base.pt")
+    with pytest.raises(CkptToolError, match="fc") as fault:
+        merge(tmp_path)
+    assert fault.value.exit_code == 3
+    assert not (tmp_path / "out.pt").exists()
