@@ -107,6 +107,8 @@ MAX_NESTED = 4  # arrays in arrays; the format allows any number, and nothing wr
 MAX_ITEMS = 64  # of an array that is kept as text
 MAX_NAME, MAX_TEXT = (1 << 16) - 1, 1 << 20  # bytes of a key, which the format says; of a text that is kept
 
+ARCHITECTURE = "general.architecture"  # the key that is in every file of a model
+
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -293,6 +295,27 @@ def _as_text(value: Value) -> str | None:
     if isinstance(value, InWords):
         return None
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def settings(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what the key-values of a GGUF say of its model, {} for another format.
+
+    Keys of the architecture are without its name: `attention.head_count`. Without `output.weight` llama.cpp
+    takes the embeddings, which is `tie_word_embeddings` here.
+    """
+    kind, state = checkpoint.metadata.get(ARCHITECTURE), checkpoint.found_state()
+    if kind is None or state is None:
+        return {}
+    said = {key.removeprefix(f"{kind}."): _value_of(text) for key, text in checkpoint.metadata.items()}
+    return said | {ARCHITECTURE: kind, "tie_word_embeddings": "output.weight" not in state.tensors}
+
+
+def _value_of(text: str) -> object:
+    """Return the value that a text stands for, as `_as_text` has made it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 # Tensors.

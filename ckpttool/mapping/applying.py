@@ -28,6 +28,7 @@ from ..core.tensors.ref import TensorRef
 from ..core.tensors.values import same_values
 from ..core.words import noted
 from ..errors import CkptToolError, Refused, UsageFault
+from ..rooms import find
 from . import rule_file
 from .rules import MapRules
 from .state_mapping import Move, StateMapping
@@ -200,7 +201,7 @@ def maps() -> tuple[MapRules, ...]:
 
     Example:
         >>> [rules.name for rules in ckpttool.maps()][:2]
-        ['megatron-hf', 'megatron-stacked-hf']
+        ['gguf-llama', 'megatron-hf']
     """
     return tuple(map(named, names()))
 
@@ -339,6 +340,7 @@ def apply_map(
     one_way = rule_file.read(rules) if rules.endswith(ENDING) else named(rules)
     found = one_way.inverse() if inverse else one_way
     settings = config_of(checkpoint, config)
+    found = found.for_model(checkpoint.path, settings)
     try:
         return apply(checkpoint, found, config=settings, state=state, optimizers=optimizers)
     except Refused as fault:
@@ -366,12 +368,14 @@ def _fits(state: State, rules: MapRules, config: Mapping[str, Any]) -> bool:
 def config_of(checkpoint: Checkpoint, path: str | None = None) -> Mapping[str, Any]:
     """Return what a config says: the one at `path`, beside the checkpoint, or inside it; {} without any.
 
-    Raises Unreadable, or Damaged where the file is no JSON object.
+    What a GGUF says of itself comes first. Raises Unreadable, or Damaged where the file is no JSON object.
     """
+    gguf: Any = find("gguf.reading")
+    own = gguf.settings(checkpoint) if gguf else {}
     if path is not None:
-        return json_object(path)
+        return {**json_object(path), **own}
     place, settings = settings_beside(checkpoint.path, *FILES)
-    return settings if place else next(_inside(checkpoint.tree), {})
+    return {**(settings if place else next(_inside(checkpoint.tree), {})), **own}
 
 
 def _inside(tree: object) -> Iterator[Mapping[str, Any]]:

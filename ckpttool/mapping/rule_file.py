@@ -61,9 +61,9 @@ QUOTED = re.compile(r'"[^"\n]*"?|\'[^\'\n]*\'?|#[^\n]*')
 
 FEWER = "placeholders say several names in one rule: ckpttool maps shows how"
 
-ENTRIES = {*TEXTS, "rest", "numbers", "counts", "rule"}
+ENTRIES = {*TEXTS, "rest", "only", "numbers", "counts", "rule"}
 OF_RULES = {
-    "from": {"from", "to", "steps", "optional"},
+    "from": {"from", "to", "steps", "optional", "when"},
     "drop": {"drop", "on", "computed"},
     "tie": {"tie", "of", "on", "when"},
     "untie": {"untie", "of", "on", "when"},
@@ -158,6 +158,7 @@ def rules_in(text: str) -> MapRules:
     rest = table.get("rest", "refuse")
     if rest not in RESTS:
         raise UsageFault(f"rest = {rest!r}", hint=f"rest is one of {', '.join(map(repr, RESTS))}")
+    only = {name: _names(value, name) for name, value in _table(table, "only").items()}
     numbers = {name: _number(value, name) for name, value in _table(table, "numbers").items()}
     counts = {name: _count(value, name) for name, value in _table(table, "counts").items()}
     listed = table.get("rule", [])
@@ -171,7 +172,7 @@ def rules_in(text: str) -> MapRules:
             what = f"{number:,} of its {len(listed):,} rules took {PATIENCE:.0f} s to be read"
             raise UsageFault(what, hint=FEWER)
         rules.append(_rule_at(number, each, text, len(listed)))
-    return MapRules(tuple(rules), rest, numbers, counts, **texts)
+    return MapRules(tuple(rules), rest, numbers, counts, only, **texts)
 
 
 HEAD = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
@@ -301,7 +302,8 @@ def _moving(table: Mapping[str, Any]) -> Rule:
         raise UsageFault(f"optional = {optional!r}", hint=hint)
     if len(steps) > MAX_STEPS:
         raise UsageFault(f"a rule has {len(steps):,} steps, and may have {MAX_STEPS}")
-    return Rule(sources, targets, tuple(map(step_of, steps)), optional)
+    when = _text(table.get("when", ""), "when")
+    return Rule(sources, targets, tuple(map(step_of, steps)), optional, when)
 
 
 def _names(value: object, side: str) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from ..errors import Irreversible, UsageFault
-from .verbs import Number, Stack, Unstack, Verb, lines
+from ..errors import Irreversible, Refused, UsageFault
+from .verbs import Number, Stack, Unstack, Verb, entry_of, lines
 
 TOKEN = re.compile(r"(\{\{|\}\})|\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]+))?\}|([{}])")
 NUMBER, ANY = "0|[1-9][0-9]{0,17}", ".+"  # a number is written in one way only
@@ -169,6 +169,7 @@ class Rule:
         steps: what is done, in order; none renames.
         optional: it may match nothing, or only some of the layers and words; "all": nothing, or all of them;
             any other text: the layers that the rules with the same text match, each with all its words.
+        when: what a config must say for the rule to count, as `said_by` has it; "" always.
 
     Raises UsageFault where templates and steps do not go together.
     """
@@ -177,6 +178,7 @@ class Rule:
     targets: tuple[str, ...]
     steps: tuple[Verb, ...] = ()
     optional: bool | str = False
+    when: str = ""
 
     def __post_init__(self) -> None:
         if not self.sources or not self.targets:
@@ -265,14 +267,15 @@ class Rule:
             steps = tuple(step.inverse() for step in reversed(self.steps))
         except Irreversible as fault:
             raise Irreversible(f"{self}: {fault.message}", hint=fault.hint) from None
-        return Rule(self.targets, self.sources, steps, self.optional)
+        return Rule(self.targets, self.sources, steps, self.optional, self.when)
 
     def table(self) -> dict[str, object]:
         """Return the rule as a rule file has it."""
         sides = {"from": self.sources, "to": self.targets}
         table: dict[str, object] = {at: names if names[1:] else names[0] for at, names in sides.items()}
         table |= {"steps": [step.table() for step in self.steps]} if self.steps else {}
-        return table | ({"optional": self.optional} if self.optional else {})
+        table |= {"optional": self.optional} if self.optional else {}
+        return table | ({"when": self.when} if self.when else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +316,7 @@ class Tie:
         of: the first.
         adds: it is added where it is missing; else it is taken away, and must have the same values.
         on: "from" concerns the names of the input, before the rules; "to" those of the output, after them.
-        when: the entry of the config that says whether it holds, such as `tie_word_embeddings`; "" always.
+        when: what a config must say for it to hold, as `said_by` has it; "" always.
     """
 
     name: str
@@ -333,6 +336,13 @@ class Tie:
         """Return the rule as a rule file has it."""
         verb = "tie" if self.adds else "untie"
         return {verb: self.name, "of": self.of, "on": self.on, **({"when": self.when} if self.when else {})}
+
+
+def said_by(config: Mapping[str, Any], when: str) -> bool:
+    """Return whether a config says something: that NAME is true, or `NAME = ONE|OTHER`; "" is always so."""
+    name, has_texts, texts = when.partition(" = ")
+    said = entry_of(config, name)
+    return not when or (said in texts.split("|") if has_texts else said is True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +375,7 @@ class MapRules:
         numbers: what steps need to know, by name: a number, an expression of the config's entries, or several
             of which the first counts whose entries the config has.
         counts: how many values placeholders take, by name.
+        only: entries of the config, and what each must say for the map to be one for the model.
         name, start, end: what the map is called, and the two architectures.
         source: where the names and the layout were taken from.
     """
@@ -373,6 +384,7 @@ class MapRules:
     rest: Rest = "refuse"
     numbers: Mapping[str, Number | tuple[Number, ...]] = field(default_factory=dict)
     counts: Mapping[str, ValueCount] = field(default_factory=dict)
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     name: str = ""
     start: str = ""
     end: str = ""
@@ -394,12 +406,23 @@ class MapRules:
             return False
         return True
 
+    def for_model(self, path: str, config: Mapping[str, Any]) -> MapRules:
+        """Return the rules that count for a model. Raises Refused where the map is one for others."""
+        for entry, values in self.only.items():
+            if (said := entry_of(config, entry)) not in values:
+                what = "nothing says" if said is None else f"is of {said!r:.80} as"
+                hint = "give it by --config FILE" if said is None else "ckpttool maps lists the others"
+                takes = f"{what} {entry}, and the map is for {', '.join(values)}"
+                raise Refused(path, takes, hint=hint)
+        counting = (each for each in self.rules if isinstance(each, Drop) or said_by(config, each.when))
+        return replace(self, rules=tuple(counting))
+
     def to_toml(self) -> str:
         """Return the rules as the text of a rule file, which `rule_file.rules_in` reads."""
         texts = {entry: getattr(self, name) for entry, name in TEXTS.items()}
         top = {entry: value for entry, value in texts.items() if value} | {"rest": self.rest}
         counts = {name: count.entry for name, count in self.counts.items()}
-        tables = [("[numbers]", self.numbers), ("[counts]", counts)]
+        tables = [("[only]", self.only), ("[numbers]", self.numbers), ("[counts]", counts)]
         tables += [("[[rule]]", rule.table()) for rule in self.rules]
         text = "\n".join(line for title, table in (("", top), *tables) for line in lines(title, table))
         return text.lstrip() + "\n"

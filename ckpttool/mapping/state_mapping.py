@@ -20,7 +20,7 @@ from ..core.tensors.values import same_values
 from ..errors import Collision, Refused, UsageFault
 from .rule_file import FEWER, PATIENCE
 from .rules import Drop, MapRules, NameTemplate, Rule, Side, Tie, ValueCount, templates
-from .verbs import Bundle, Index, RuleContext, Unknown, VerbMisfit, entry_of, first_known
+from .verbs import Bundle, Index, RuleContext, Unknown, VerbMisfit, first_known
 
 FEW = 6  # names that a message lists
 
@@ -222,6 +222,7 @@ class StateMapping:
     """The rules as they apply to one state."""
 
     def __init__(self, path: str, state: State, rules: MapRules, config: Mapping[str, Any]) -> None:
+        rules = rules.for_model(path, config)
         self.path, self.state, self.rules, self.config = path, state, rules, config
         given = {name: first_known(value, config) for name, value in rules.numbers.items()}
         self.numbers = {name: value for name, value in given.items() if value is not None}
@@ -330,8 +331,7 @@ class StateMapping:
     def _tied(self, values: Container, side: Side) -> Container:
         """Return a dict of one side with the ties that the rules add there, and without those they take."""
         for tie in (rule for rule in self.rules.rules if isinstance(rule, Tie) and rule.on == side):
-            holds = not tie.when or entry_of(self.config, tie.when) is True
-            if not holds or (tie.name in values) is tie.adds:
+            if (tie.name in values) is tie.adds:
                 continue
             if tie.of not in values:
                 raise Refused(self.path, f"has no '{tie.of}', which {tie} needs")

@@ -120,6 +120,8 @@ def _value(node: ast.expr, whole: str, known: Mapping[str, Any]) -> int:
 
 def entry_of(config: Mapping[str, Any], name: str) -> Any:
     """Return an entry of a config by its name, which is dotted inside another entry; None without one."""
+    if name in config:  # a GGUF's keys have dots of their own
+        return config[name]
     value: Any = config
     for step in name.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None

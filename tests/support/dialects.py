@@ -27,7 +27,7 @@ from tests.support.comparing import loaded, opened, values
 # Two layers of width 8, with 4 heads of 4 rows (wider than the model), of which k and v have 2.
 LLAMA: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"hidden_size": 8, "head_dim": 4, "vocab_size": 11, "num_experts": 3, "n_routed_experts": 3}
-LLAMA |= {"num_local_experts": 3, "n_layer": 2}
+LLAMA |= {"num_local_experts": 3, "n_layer": 2, "general.architecture": "llama"}
 Q, KV = 16, 8
 
 
@@ -99,6 +99,18 @@ def of_experts(layer: str, *projections: str) -> dict[str, tuple[int, ...]]:
     return each_layer(2, *each, (f"{layer}.gate.weight", (3, 8)))
 
 
+def of_gguf(*more: str) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a Llama in a GGUF, with further tensors of each layer by their ends."""
+    shapes = {"attn_q": (Q, 8), "attn_k": (KV, 8), "attn_v": (KV, 8), "attn_output": (8, Q)}
+    shapes |= {"ffn_gate": (12, 8), "ffn_up": (12, 8), "ffn_down": (8, 12)}
+    layer = [(f"blk.{{i}}.{name}.weight", shape) for name, shape in shapes.items()]
+    layer += [(f"blk.{{i}}.{name}.bias", shapes[name][:1]) for name in more if name in shapes]
+    layer += [(f"blk.{{i}}.{name}.weight", (4,)) for name in more if name not in shapes]
+    layer += [(f"blk.{{i}}.{name}_norm.weight", (8,)) for name in ("attn", "ffn")]
+    ends = {"token_embd.weight": (11, 8), "output_norm.weight": (8,), "output.weight": (11, 8)}
+    return ends | each_layer(2, *layer)
+
+
 BATCHNORM = {f"{p}": (4,) for p in ("weight", "bias", "running_mean", "running_var")} | {
     "num_batches_tracked": ()
 }
@@ -117,6 +129,11 @@ def resnet(depth: int) -> dict[str, tuple[int, ...]]:
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "meta-llama": ("meta-llama", of_meta() | {"output.weight": (11, 8)}),
+    "gguf-llama": ("gguf-llama", of_gguf()),
+    "gguf-llama, biases": (
+        "gguf-llama",
+        of_gguf("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    ),
     "torchtitan-llama3": ("torchtitan-llama3", TITAN),
     "torchtitan-qwen3": ("torchtitan-qwen3", TITAN | NORMS),
     "torchtitan-qwen3, experts": ("torchtitan-qwen3", DENSE_FIRST | NORMS | MOE),
