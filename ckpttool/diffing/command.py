@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from .compare_values import Change, Comparison
     from .rows import DiffRow
 
-HEADER = ("differ", "relative", "cosine", "largest")
+FEW = 6  # reasons that are told
 LEAST = 16  # columns that a name keeps; figures give way first
 COLOURS = {"~": "yellow", "-": "red", "+": "green"}
 
 
 def page(comparison: Comparison, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a header and at most ROWS rows: the most different ones, if there are more."""
-    from .rows import ROWS, items_of, rows_of
+    from .rows import ROWS, figures, items_of, rows_of
 
-    rows = rows_of(items_of(comparison))
+    items = items_of(comparison)
+    rows, header = rows_of(items), figures(items)
     largest = sorted(range(len(rows)), key=lambda i: -rows[i].relative)[:ROWS]
-    yield from _table(_sorted([rows[i] for i in sorted(largest)], sort), width)
+    yield from _table(_sorted([rows[i] for i in sorted(largest)], sort), header, width)
     if len(rows) > ROWS:
         yield f"  and {len(rows) - ROWS} more that differ less: -v shows every tensor"
     elif any(row.name.endswith(".*") for row in rows):
@@ -55,9 +56,9 @@ def _sorted(rows: list[DiffRow], sort: str | None) -> list[DiffRow]:
     return sorted(rows, key=lambda row: -row.relative) if sort == "size" else rows
 
 
-def _table(rows: list[DiffRow], width: int | None) -> Iterator[str]:
+def _table(rows: list[DiffRow], header: tuple[str, ...], width: int | None) -> Iterator[str]:
     """Yield the rows, below a header if a row has numbers. Too wide, names are cut, then figures left out."""
-    cells = [HEADER, *(row.cells for row in rows if row.cells)]
+    cells = [header, *(row.cells for row in rows if row.cells)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     names = [printable(row.name) for row in rows]
     if width is not None:
@@ -71,11 +72,11 @@ def _table(rows: list[DiffRow], width: int | None) -> Iterator[str]:
         return [f"{cell:>{wide}}" for cell, wide in zip(row, widths, strict=False)]
 
     if len(cells) > 1:
-        yield "  " + "  ".join([" " * widest, *figures(HEADER)])
+        yield "  " + "  ".join([" " * widest, *figures(header)])
     for row, name in zip(rows, names, strict=True):
         yield from _lines(row, "  ".join([left(name, widest), *figures(row.cells)]), width)
     if width is not None and len(cells) > 1:
-        yield from without(HEADER[len(widths) :], width)
+        yield from without(header[len(widths) :], width)
 
 
 def _lines(row: DiffRow, start: str, width: int | None) -> Iterator[str]:
@@ -105,7 +106,7 @@ class _Tolerance(click.FloatRange):
 
 
 def _printed() -> Fields:
-    from .compare_values import Change, Comparison
+    from .compare_values import Change, Comparison, Loss
     from .distances import Distance
 
     changed: Fields = {
@@ -117,13 +118,15 @@ def _printed() -> Fields:
         "norm_difference?": (float, "the 2-norm of their difference"),
         "relative?": (float | None, "that, divided by the norm in B"),
         "cosine?": (float | None, "of the angle between them"),
+        "nmse?": (float | None, "the square of norm_difference over that of norm_a, or of who lost nothing"),
+        **{f"{name}?": said for name, said in fields_like(Loss).items()},
     }
     return {
         "same": (bool, "whether nothing differs, or only by less than the tolerance"),
         "identical": (bool, "whether nothing differs at all"),
         **fields_like(Comparison),
         "changed": ([changed], "what both files have, with other contents"),
-        "not_compared": (NAMES, "names that one of the formats can't hold"),
+        "not_compared": (NAMES, "names that one of the formats can't hold, or a plain model has not"),
         "rtol": (float | None, "as given"),
         "atol": (float | None, "as given"),
     }
@@ -135,6 +138,7 @@ def _printed() -> Fields:
 @options.option("--rtol X", "Tolerate differences up to X times |b|.", type=_Tolerance(0))
 @options.option("--atol X", "Tolerate differences up to X.", type=_Tolerance(0))
 @options.flag("--ignore-prefix", "Match names that differ only in wrappers' prefixes.")
+@options.flag("--as-stored", "Compare codes and scales of packed tensors, not what numbers they stand for.")
 @options.flag("--model-only", "Compare only the models' states.")
 @options.option(
     "--sort",
@@ -153,6 +157,10 @@ def diff(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **
 
     relative is norm(A - B) / norm(B), cosine that of the angle between A and B, largest the largest |A - B|.
 
+    A packed tensor (fp8, GPTQ, AWQ, NF4, MXFP4, a GGUF's, …) is compared as the plain one that it stands for.
+    NMSE is then norm(A - B)² / norm(plain)², the worst first; saturated are elements beyond the last step of
+    their code, zeroed those that became 0. Floats of two types are measured so, too.
+
     Without a tolerance, values are the same if their bits are, so -0.0 is not 0.0. With --rtol, --atol or
     both, they are the same if |a - b| <= atol + rtol * |b|, as in torch.allclose; NaN equals NaN in the same
     place, and tensors of different dtypes are compared by value.
@@ -161,6 +169,7 @@ def diff(console: Console, a: str, b: str, sort: str | None, no_verify: bool, **
     Examples:
       ckpttool diff model.bin model.safetensors --atol 1e-6
       ckpttool diff last.pt model.safetensors --ignore-prefix
+      ckpttool diff model.safetensors fp8-model/
     """
     from . import compare
 
@@ -185,20 +194,34 @@ def _report(
 ) -> None:
     for names, file in ((comparison.aside_a, b), (comparison.aside_b, a)):
         console.note_names(f"not compared, as {printable(file)} holds only tensors", names)
+    if not comparison.identical:
+        _note_packed(console, a, b, comparison)
     if comparison.matched_without_prefix:
         more = counted(comparison.matched_without_prefix, "name is", "names are")
         console.note(f"{more} in both files except for a wrapper's prefix: --ignore-prefix")
     if comparison.same_files:
         pairs = counted(comparison.same_files, "tensor lies", "tensors lie")
         console.note(f"{pairs} in files whose hashes are the same, and were not read")
+    if sort is None and any(change.loss for change in comparison.changed):
+        sort = "size"  # the worst first
     width = terminal_width(sys.stdout)
     lines = details(comparison, sort, width) if console.verbose else page(comparison, sort, width)
     verdict = _verdict(printable(a), printable(b), comparison, limits)
     console.result("\n".join([*lines, console.sentence(verdict)]), {**_data(comparison, sort), **limits})
 
 
+def _note_packed(console: Console, a: str, b: str, comparison: Comparison) -> None:
+    for schemes, file in ((comparison.packed_a, a), (comparison.packed_b, b)):
+        for scheme, count in schemes.items():
+            console.note(f"{printable(file)}: {printable(scheme)} ({counted(count, 'tensor')}), made plain")
+    console.note_names("not compared, as a plain model has none", [*comparison.extra_a, *comparison.extra_b])
+    for why in comparison.unclear[:FEW]:
+        console.note(f"{printable(why)}; compared as stored")
+
+
 def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
     changed = comparison.changed
+    aside = *comparison.aside_a, *comparison.aside_b, *comparison.extra_a, *comparison.extra_b
     if sort == "size":
         from .rows import relative
 
@@ -208,7 +231,7 @@ def _data(comparison: Comparison, sort: str | None) -> dict[str, object]:
         "identical": comparison.identical,
         **fields_of(comparison),
         "changed": [*map(_fields, changed)],
-        "not_compared": [*comparison.aside_a, *comparison.aside_b],
+        "not_compared": [*aside],
     }
 
 
@@ -218,12 +241,17 @@ def _fields(change: Change) -> dict[str, object]:
         data |= fields_of(distance) | {"index": change.index}
     if (norms := change.norms) is not None:
         data |= {"norm_a": norms.a, "norm_b": norms.b, "norm_difference": norms.difference}
-        data |= {"relative": norms.relative, "cosine": norms.cosine}
+        data |= {"relative": norms.relative, "cosine": norms.cosine, "nmse": change.nmse}
+    if (loss := change.loss) is not None:
+        data |= fields_of(loss)
     return data
 
 
 def _verdict(a: str, b: str, comparison: Comparison, limits: Limits) -> str:
     compared = counted(comparison.tensors, "tensor")
+    if comparison.same and limits["rtol"] is limits["atol"] is None:
+        packed = ", packed in other ways" if comparison.tolerated else ""
+        return f"{a} and {b} are the same{packed} ({compared} compared)"
     if comparison.same and (tolerated := len(comparison.tolerated)):
         within = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
         differ = f"{counted(tolerated, 'value differs', 'values differ')} by less"

@@ -8,6 +8,7 @@ numeric keys that became text, and the order of names make no difference.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ..core.checkpoint.checkpoint import Checkpoint
 from ..core.checkpoint.checksums import Checksums
@@ -20,9 +21,11 @@ from ..core.inert_pickle.values import remade, tensor_of
 from ..core.remote import urls
 from ..core.tensors.ref import DTYPES, Storage, TensorRef
 from ..errors import NoState, Unsupported, UsageFault
-from . import compare_values, distances
-from .compare_values import Change, Comparison, TensorPair
-from .distances import Tolerance, has_numbers, in_words
+from . import compare_values, distances, losses
+from .compare_values import Change, Comparison, Loss, Norms, TensorPair
+from .distances import Distance, Tolerance, has_numbers, in_words
+from .losses import LossyPair
+from .packed import PackedTensor, Stored, Unpacked, unpacked, words_of
 
 # The formats that hold more than a model's state
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
@@ -37,6 +40,7 @@ def diff(
     state: str | None = None,
     model_only: bool = False,
     ignore_prefix: bool = False,
+    as_stored: bool = False,
     verify: bool = True,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -50,18 +54,21 @@ def diff(
             given, only the states are compared.
         model_only: compare only the models' states.
         ignore_prefix: match names that differ only in wrappers' prefixes.
+        as_stored: compare codes and scales of packed tensors as they are, and no values of two types without
+            a tolerance. Otherwise a packed tensor counts as the plain one that it stands for.
         verify: compare what is read with the checksums that the files state.
         progress: called with numbers of bytes, those of `a`.
 
     Returns:
         Names that only one file has, and what differs under a name of both: `.same`, `.only_a`, `.only_b`,
-        `.changed` with distances, norms and cosines.
+        `.changed` with distances, norms and cosines, and what packing or rounding cost: `.nmse`, `.loss`.
 
     Raises:
         UsageFault: a tolerance is negative or NaN.
         NoState: there is no model's state at `state`, or with `model_only` none at all.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
             or if `verify` and a checksum is wrong.
+        Refused: a scale of a packed tensor is no number.
 
     Example:
         >>> found = ckpttool.diff("model.safetensors", "tuned.safetensors")
@@ -72,7 +79,7 @@ def diff(
         raise UsageFault(f"a tolerance is a number from 0 on, not rtol={rtol}, atol={atol}")
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with opened(a) as mine, opened(b) as theirs:
-        work = _Comparing(mine, theirs, tolerance)
+        work = _Comparing(mine, theirs, tolerance, as_stored)
         states = both_states(mine, theirs, state, needed=model_only)
         if states is None:
             work.trees(mine.tree, theirs.tree)
@@ -80,7 +87,7 @@ def diff(
             work.states(*states, ignore_prefix)
             if state is None and not model_only:
                 work.others(*states)
-        urls.expect(compare_values.expected(work.pairs))
+        urls.expect([*compare_values.expected(work.pairs), *losses.expected(work.lossy)])
         used = [work.storages(side) if verify else () for side in (0, 1)]
         with Checksums(mine, used[0]) as sums_of_a, Checksums(theirs, used[1]) as sums_of_b:
             comparison = work.result(progress)
@@ -116,6 +123,11 @@ def _entries(state: State, *, likes: bool) -> dict[object, object]:
     return {name: value for name, value in state.others.items() if (name in state.likes) is likes}
 
 
+def _likes(state: State, plain: Unpacked) -> dict[object, object]:
+    """Return the special tensors of a state that are none of its packed ones."""
+    return {name: each for name, each in _entries(state, likes=True).items() if name not in plain.parts}
+
+
 def outside_of(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     return (*map(str, _entries(state, likes=False)), *checkpoint.outside(state))
 
@@ -142,8 +154,9 @@ def _without(container: object, place: _Place) -> object:
 class _Comparing:
     """One comparison: the differences found, and the pairs of tensors whose values are still to be read."""
 
-    def __init__(self, a: Checkpoint, b: Checkpoint, tolerance: Tolerance | None) -> None:
-        self.a, self.b, self.tolerance = a, b, tolerance
+    def __init__(self, a: Checkpoint, b: Checkpoint, tolerance: Tolerance | None, as_stored: bool) -> None:
+        self.a, self.b, self.tolerance, self.as_stored = a, b, tolerance, as_stored
+        self.unpacked: list[Unpacked] = []
         self.bare: tuple[distances.Bare, distances.Bare] = (
             distances.unchanged,
             distances.unchanged,
@@ -151,15 +164,17 @@ class _Comparing:
         self.gained = 0
         self.only: tuple[list[str], list[str]] = [], []
         self.aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
-        self.changes: list[Change] = []
+        self.changes: list[Change] = []  # those that need no values
         self.pairs: list[TensorPair] = []
+        self.lossy: list[losses.LossyPair] = []
         self.tensors_seen = self.same_files = 0
         self.tolerated: list[str] = []  # values that are no tensors
         self.text_keys: tuple[list[str], list[str]] = [], []
 
     def states(self, mine: State, theirs: State, ignore_prefix: bool) -> None:
         """Compare two models' states by name."""
-        a, b = mine.tensors, theirs.tensors
+        self.unpacked = [self._unpacked(*each) for each in ((self.a, mine), (self.b, theirs))]
+        a, b = (each.tensors for each in self.unpacked)
         if ignore_prefix:
             self.bare = distances.bare_names(a, b)
         elif a.keys() != b.keys():  # otherwise there is nothing to gain
@@ -172,7 +187,12 @@ class _Comparing:
             else:
                 self.tensor(name, tensor, b[other])
         self.only[1].extend(left.values())
-        self.trees(_entries(mine, likes=True), _entries(theirs, likes=True))
+        for names, side in zip(self.only, self.unpacked, strict=True):
+            names[:] = [name for name in names if name not in side.extra]
+        self.trees(_likes(mine, self.unpacked[0]), _likes(theirs, self.unpacked[1]))
+
+    def _unpacked(self, checkpoint: Checkpoint, state: State) -> Unpacked:
+        return Unpacked(state.tensors) if self.as_stored else unpacked(checkpoint, state)
 
     def others(self, mine: State, theirs: State) -> None:
         """Compare everything but the models, or note its names where a format could not hold it."""
@@ -183,20 +203,32 @@ class _Comparing:
         else:
             self.aside = outside_of(self.a, mine), outside_of(self.b, theirs)
 
-    def tensor(self, name: str, a: TensorRef, b: TensorRef) -> None:
+    def tensor(self, name: str, a: Stored, b: Stored) -> None:
         self.tensors_seen += 1
-        comparable = a.dtype is b.dtype or (self.tolerance and has_numbers(a.dtype) and has_numbers(b.dtype))
-        if a.shape != b.shape or not comparable:
+        place = len(self.changes), 0, self.tensors_seen
+        lossy = None
+        if a.shape == b.shape and not self.as_stored:
+            lossy = losses.lossy_pair(name, a, b, self.tolerance, place)
+        if lossy is not None and not lossy.are_same_files:
+            self.lossy.append(lossy)
+        elif lossy is not None:
+            self.same_files += 1
+        elif isinstance(a, PackedTensor) or isinstance(b, PackedTensor) or not self._comparable(a, b):
             why = "dtype" if a.shape == b.shape else "shape"
-            self.changes.append(Change(name, why, in_words(a), in_words(b)))
+            self.changes.append(Change(name, why, words_of(a), words_of(b)))
         elif a.contents is not None and a.contents == b.contents:
             self.same_files += 1
         else:
-            self.pairs.append(TensorPair(name, a, b, len(self.changes)))
+            self.pairs.append(TensorPair(name, a, b, place))
+
+    def _comparable(self, a: TensorRef, b: TensorRef) -> bool:
+        numeric = self.tolerance is not None and has_numbers(a.dtype) and has_numbers(b.dtype)
+        return a.shape == b.shape and (a.dtype is b.dtype or numeric)
 
     def storages(self, side: int) -> Iterator[tuple[str, Storage]]:
         """Yield the storages that are read of one file, by the names of the tensors that use them."""
-        return ((pair.name, (pair.a, pair.b)[side].storage) for pair in self.pairs)
+        yield from ((pair.name, (pair.a, pair.b)[side].storage) for pair in self.pairs)
+        yield from ((pair.name, storage) for pair in self.lossy for storage in pair.storages[side])
 
     def trees(self, a: object, b: object, apart: tuple[_Place, _Place] = (None, None)) -> None:
         """Compare two trees by dotted names, each pair of containers once, without the places `apart`."""
@@ -248,23 +280,55 @@ class _Comparing:
         elif self.tolerance and not distances.same_value(x, y, None, self.bare):
             self.tolerated.append(name)
 
+    def _packed(self) -> dict[str, Any]:
+        """Return what is said of packed tensors."""
+        if not self.unpacked:
+            return {}
+        a, b = self.unpacked
+        extra = ((one.extra, other.tensors) for one, other in ((a, b), (b, a)))
+        extra_a, extra_b = (tuple(name for name in names if name not in there) for names, there in extra)
+        said = {"packed_a": a.schemes, "packed_b": b.schemes, "unclear": a.unclear + b.unclear}
+        return said | {"extra_a": extra_a, "extra_b": extra_b}
+
     def result(self, progress: Progress | None) -> Comparison:
         """Read the values, and put the differences in the order of the first file."""
-        changes = [(before, 1, change) for before, change in enumerate(self.changes)]
+        changes: list[tuple[tuple[int, ...], Change]]
+        changes = [((before, 1), change) for before, change in enumerate(self.changes)]
         apart = list(compare_values.distances(self.pairs, self.tolerance, progress))
         differ = [(pair, distance) for pair, distance in apart if distance.differ]
-        tolerated = (*(pair.name for pair, distance in apart if not distance.differ), *self.tolerated)
+        tolerated = [pair.name for pair, distance in apart if not distance.differ]
         measured = compare_values.norms(pair for pair, _ in differ)
-        for ((name, a, b, before), distance), lengths in zip(differ, measured, strict=True):
-            index = None if distance.where is None else compare_values.unravelled(distance.where, a.shape)
-            change = Change(name, "values", in_words(a), in_words(b), distance, index, lengths)
-            changes.append((before, 0, change))
-        changes.sort(key=lambda change: change[:2])
-        changed = tuple(change for _, _, change in changes)
+        for (pair, distance), lengths in zip(differ, measured, strict=True):
+            words = in_words(pair.a), in_words(pair.b)
+            changes.append((pair.place, _measured(pair, "values", words, distance, lengths)))
+        for lossy, lost in losses.losses(self.lossy, progress):
+            if lost is not None and lost.distance.differ:
+                why = "values" if lossy.is_packed or self.tolerance else "dtype"
+                changes.append((lossy.place, _measured(lossy, why, lossy.words, *lost)))
+            elif lossy.is_packed or self.tolerance:
+                tolerated += [lossy.name] if lost else []
+            else:
+                changes.append((lossy.place, Change(lossy.name, "dtype", *lossy.words)))
+        changes.sort(key=lambda each: each[0])
+        changed = tuple(change for _, change in changes)
         only_a, only_b = map(tuple, self.only)
         seen, gained, same = self.tensors_seen, self.gained, self.same_files
-        keyed = map(tuple, self.text_keys)
-        return Comparison(only_a, only_b, changed, seen, *self.aside, gained, tolerated, same, *keyed)
+        keyed_a, keyed_b = map(tuple, self.text_keys)
+        within, packed = (*tolerated, *self.tolerated), self._packed()
+        said = *self.aside, gained, within, same, keyed_a, keyed_b
+        return Comparison(only_a, only_b, changed, seen, *said, **packed)
+
+
+def _measured(
+    pair: TensorPair | LossyPair,
+    why: str,
+    words: tuple[str, str],
+    distance: Distance,
+    norms: Norms | None,
+    loss: Loss | None = None,
+) -> Change:
+    index = None if distance.where is None else compare_values.unravelled(distance.where, pair.a.shape)
+    return Change(pair.name, why, *words, distance, index, norms, loss)
 
 
 def _as_tensor(value: object) -> TensorRef | None:

@@ -7,7 +7,7 @@ in both files are compared in pieces, on several cores; memory holds a few piece
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class TensorPair(NamedTuple):
     name: str
     a: TensorRef
     b: TensorRef
-    place: int = 0  # for the caller, to put its outcome in order
+    place: tuple[int, ...] = ()  # for the caller, to put its outcome in order
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ def distances(
     # differ, at a distance of nothing.
     so_far = SAME
     left = _without_equal(pairs, progress)
-    compare = shared(f"distance {tolerance}", _told, SAME, _packed, _unpacked)(_compare)
+    compare = shared(f"distance {tolerance}", _told, SAME, as_list, from_list)(_compare)
     for piece, found in map_pieces(compare, _pieces(left, tolerance), cores(WORKERS)):
         if found is not SAME:
             so_far += found
@@ -142,12 +142,12 @@ def _told(findings: Findings, piece: _Piece) -> Told:
     return by, f"{piece.pair.a.dtype.name} {piece.first}: {one}, {other}"
 
 
-def _packed(found: Distance) -> list[object]:
+def as_list(found: Distance) -> list[object]:
     """Return a distance as JSON, which has no complex numbers."""
     return [[each.real, each.imag] if isinstance(each, complex) else each for each in astuple(found)]
 
 
-def _unpacked(listed: list[Any]) -> Distance:
+def from_list(listed: list[Any]) -> Distance:
     differ, of, nans, *others = listed
     values: list[Any] = [complex(*each) if isinstance(each, list) else each for each in others]
     return found if (found := Distance(int(differ), int(of), int(nans), *values)) != SAME else SAME
@@ -287,17 +287,17 @@ def _norms(piece: _Piece) -> Norms:
     sides = (in_pieces(side, ELEMENTS * side.dtype.itemsize) for side in once)
     with np.errstate(all="ignore"):
         for x, y in zip(*sides, strict=True):
-            total += _sums(_floats(a.dtype, x), _floats(b.dtype, y))
+            total += sums_of(floats(a.dtype, x), floats(b.dtype, y))
     return total.times(times)
 
 
-def _floats(dtype: DType, raw: bytes | bytearray) -> NDArray[Any]:
+def floats(dtype: DType, raw: bytes | bytearray) -> NDArray[Any]:
     """Return elements as float64: (elements,), or (elements, 2) of complex ones."""
     values = numbers(dtype, memoryview(raw))
     return values.view("<f8").reshape(-1, 2) if dtype.name in REAL_TYPES else values.astype("<f8", copy=False)
 
 
-def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
+def sums_of(a: NDArray[Any], b: NDArray[Any]) -> Norms:
     if a.ndim != b.ndim:  # one is complex, the other real
         a, b = (each if each.ndim == 2 else np.stack([each, np.zeros_like(each)], axis=1) for each in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)
@@ -307,10 +307,32 @@ def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
     if math.isfinite(found.dd):
         return found
     finite = np.isfinite(a) & np.isfinite(b)  # all of them, where a sum exceeds float64
-    return found if finite.all() else _sums(a[finite], b[finite])
+    return found if finite.all() else sums_of(a[finite], b[finite])
 
 
 # ---- The outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one of two tensors lost of the other.
+
+    Attributes:
+        of: the one that the other was made of: `a` or `b`.
+        zeroed: elements that became 0.
+        saturated: elements beyond the last step of their code, or of their type; None where the codes are
+            not known.
+    """
+
+    of: str = field(default="a", metadata={"json": None})
+    zeroed: int = 0
+    saturated: int | None = 0
+
+    def __add__(self, other: Loss) -> Loss:
+        """Join two pieces of one tensor."""
+        known = self.saturated is not None and other.saturated is not None
+        saturated = (self.saturated or 0) + (other.saturated or 0) if known else None
+        return Loss(self.of, self.zeroed + other.zeroed, saturated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +345,7 @@ class Change:
         distance: how far apart the values are; None when they were not compared.
         index: the place of the largest difference, along each axis.
         norms: of both tensors and of their difference; None when the values were not compared as numbers.
+        loss: what one lost of the other, where one is packed or of a smaller type.
     """
 
     name: str
@@ -332,6 +355,23 @@ class Change:
     distance: Distance | None = field(default=None, metadata={"json": None})
     index: tuple[int, ...] | None = field(default=None, metadata={"json": None})
     norms: Norms | None = field(default=None, metadata={"json": None})
+    loss: Loss | None = field(default=None, metadata={"json": None})
+
+    @property
+    def nmse(self) -> float | None:
+        """The sum of squares of the difference over that of the tensor that lost nothing, else of A.
+
+        Infinite where that is 0; None where a sum exceeds float64, or the values were not compared.
+        """
+        relative = None if self.norms is None else self.toward.relative
+        return None if relative is None else relative**2
+
+    @property
+    def toward(self) -> Norms:
+        """The norms with the tensor that lost nothing as B."""
+        norms = self.norms or Norms()
+        is_b = self.loss is not None and self.loss.of == "b"
+        return norms if is_b else replace(norms, aa=norms.bb, bb=norms.aa)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +388,10 @@ class Comparison:
         matched_without_prefix: how many more names both files would share without wrappers' prefixes.
         tolerated: names in both files whose contents differ, but by no more than the tolerance.
         same_files: how many of the pairs lie at the same place in files of one hash, and were not read.
+        packed_a, packed_b: how tensors of this file are packed that were made plain to be compared, in words,
+            and how many of them are.
+        extra_a, extra_b: scales of activations and the like of packed layers, which the other file lacks.
+        unclear: why packed tensors were compared as they are stored.
         text_keys_a, text_keys_b: dicts of this file keyed by text where those of the other are keyed by
             numbers. That is no difference here, as some formats hold no numbers as keys; torch's
             `load_state_dict` of an optimizer finds nothing under text.
@@ -364,6 +408,11 @@ class Comparison:
     same_files: int = field(default=0, metadata={"json": None})
     text_keys_a: tuple[str, ...] = ()
     text_keys_b: tuple[str, ...] = ()
+    packed_a: Mapping[str, int] = field(default_factory=dict)
+    packed_b: Mapping[str, int] = field(default_factory=dict)
+    extra_a: tuple[str, ...] = field(default=(), metadata={"json": None})
+    extra_b: tuple[str, ...] = field(default=(), metadata={"json": None})
+    unclear: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:

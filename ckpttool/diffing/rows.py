@@ -24,6 +24,10 @@ TENSOR = re.compile(r"(?P<dtype>\w+) (?P<shape>\[[\d, ]*\])")  # a plain tensor,
 Item = tuple[str, str, "Change | None"]
 
 
+# What the figures of a row are: of differences, and of what packing or rounding cost
+FIGURES, COSTS = ("differ", "relative", "cosine", "largest"), ("NMSE", "largest", "saturated", "zeroed")
+
+
 @dataclass(frozen=True, slots=True)
 class DiffRow:
     """One row."""
@@ -31,8 +35,7 @@ class DiffRow:
     mark: str  # `~`, `-` or `+`
     name: str  # of a tensor or value, or of a module with `.*` behind it
     text: str = ""  # what differs, in words
-    # share of elements that differ, relative difference, cosine, largest difference; or nothing
-    cells: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()  # figures, or nothing
     relative: float = math.inf  # what `relative` returns, of the tensors together
 
 
@@ -43,10 +46,16 @@ def items_of(comparison: Comparison) -> list[Item]:
     return [*changed, *((mark, name, None) for mark, names in only for name in names)]
 
 
+def figures(items: list[Item]) -> tuple[str, ...]:
+    """Return what the figures of the rows are."""
+    return COSTS if any(change is not None and change.loss for _, _, change in items) else FIGURES
+
+
 def rows_of(items: list[Item]) -> list[DiffRow]:
     """Return a row for each item while they are at most ROWS, else for each module."""
+    said = figures(items)
     if len(items) <= ROWS:
-        return [_row(item) for item in items]
+        return [_row(item, said) for item in items]
     # Modules are named by as many parts as make at most ROWS rows, or by one more part if that would make
     # fewer than FEW.
     deepest = max(name.count(".") for _, name, _ in items)
@@ -64,7 +73,9 @@ def rows_of(items: list[Item]) -> list[DiffRow]:
         module = ".".join(path[:chosen])
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(shared.get(module, path), path, strict=False))
         shared[module] = [part for part, _ in pairs]
-    return [_group(group, shared, chosen) if len(group) > 1 else _row(group[0]) for group in finer]
+    return [
+        _group(group, shared, chosen, said) if len(group) > 1 else _row(group[0], said) for group in finer
+    ]
 
 
 def _grouped(items: list[Item], depth: int) -> list[list[Item]]:
@@ -77,53 +88,66 @@ def _grouped(items: list[Item], depth: int) -> list[list[Item]]:
     return list(groups.values())
 
 
-def _row(item: Item) -> DiffRow:
+def _row(item: Item, said: tuple[str, ...]) -> DiffRow:
     mark, name, change = item
     if change is None:
         return DiffRow(mark, name)
     if change.distance is None or change.norms is None or change.a.endswith("[]"):
         return DiffRow(mark, name, brief(change), relative=relative(change))
-    return _measured(mark, name, [change])
+    return _measured(mark, name, [change], said)
 
 
-def _group(items: list[Item], shared: dict[str, list[str]], depth: int) -> DiffRow:
+def _group(items: list[Item], shared: dict[str, list[str]], depth: int, said: tuple[str, ...]) -> DiffRow:
     mark, first_name, first = items[0]
     name = ".".join(shared[".".join(first_name.split(".")[:-1][:depth])]) + ".*"
     changes = [change for _, _, change in items if change is not None]
     if first is not None and first.norms is not None:
-        return _measured(mark, name, changes)
+        return _measured(mark, name, changes, said)
     kinds = {"values": "tensors", "shape": "tensors of another shape", "dtype": "tensors of another dtype"}
     words = {kinds.get(change.why, "values") for change in changes} or {"names"}
     return DiffRow(mark, name, f"{len(items)} {' or '.join(sorted(words))}")
 
 
-def _measured(mark: str, name: str, changes: list[Change]) -> DiffRow:
+def _measured(mark: str, name: str, changes: list[Change], said: tuple[str, ...]) -> DiffRow:
     """Return the row of tensors as if they were joined, without counters: they would outweigh weights."""
     floats = [change for change in changes if not change.a.startswith(("int", "uint", "bool"))] or changes
-    total = sum((change.norms for change in floats if change.norms is not None), Norms())
+    toward = (change.toward if said is COSTS else change.norms for change in floats)
+    total = sum((norms for norms in toward if norms is not None), Norms())
     apart = [change.distance for change in changes if change.distance is not None]
     measured = (change.distance.max_abs for change in floats if change.distance)
     largest = [value for value in measured if value is not None]
-    cells = (
-        share(sum(distance.differ for distance in apart), sum(distance.of for distance in apart)),
-        "" if total.relative is None else number(total.relative),
-        "" if total.cosine is None else f"{total.cosine:.6f}",
-        number(max(largest)) if largest else "",
-    )
+    cells = {
+        "differ": share(sum(distance.differ for distance in apart), sum(distance.of for distance in apart)),
+        "relative": "" if total.relative is None else number(total.relative),
+        "cosine": "" if total.cosine is None else f"{total.cosine:.6f}",
+        "largest": number(max(largest)) if largest else "",
+        "NMSE": "" if total.relative is None else number(total.relative**2),
+        **{name: _lost(changes, name) for name in ("saturated", "zeroed")},
+    }
     nans = sum(distance.nans for distance in apart)
     text = f"{nans} NaN on one side" if nans else "only in bits" if not any(largest) else ""
     unmeasured = total.relative is None or any(math.isinf(relative(change)) for change in changes)
-    return DiffRow(mark, name, text, cells, math.inf if unmeasured else total.relative or 0.0)
+    distant = math.inf if unmeasured else total.relative or 0.0
+    return DiffRow(mark, name, text, tuple(cells[each] for each in said), distant)
+
+
+def _lost(changes: list[Change], name: str) -> str:
+    """Return the share of elements that a loss counts; nothing where it is not known of all."""
+    losses = [change.loss for change in changes if change.loss is not None]
+    counts = [getattr(loss, name) for loss in losses]
+    of = sum(change.distance.of for change in changes if change.loss and change.distance)
+    return "" if not counts or None in counts else share(sum(counts), of) if sum(counts) else "0"
 
 
 def relative(change: Change | None) -> float:
-    """Return the norm of A - B as a part of B's; rows are ordered by it."""
-    if change is None or change.norms is None or change.norms.relative is None:
+    """Return the norm of A - B as a part of B's, or of the one that lost nothing; rows are ordered by it."""
+    if change is None or change.norms is None:
         return math.inf
+    found = (change.toward if change.loss else change.norms).relative
     distance = change.distance
     # Norms leave out elements that are NaN or infinite.
     is_whole = distance is None or not (distance.nans or math.isinf(distance.max_abs or 0))
-    return change.norms.relative if is_whole else math.inf
+    return found if is_whole and found is not None else math.inf
 
 
 def brief(change: Change) -> str:
@@ -150,6 +174,10 @@ def detailed(change: Change) -> str:
     if change.norms and change.norms.relative is not None:
         text += f"; relative {number(change.norms.relative)}"
         text += "" if change.norms.cosine is None else f", cosine {change.norms.cosine:.6f}"
+    if change.loss and change.nmse is not None:
+        text += f"; NMSE {number(change.nmse)}"
+        text += "" if change.loss.saturated is None else f", {change.loss.saturated} saturated"
+        text += f", {change.loss.zeroed} zeroed"
     return text
 
 

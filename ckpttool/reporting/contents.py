@@ -134,4 +134,7 @@ def _change(change: Change) -> dict[str, Any]:
     if distance is not None:
         fields |= {"most": distance.max_abs, "differ": distance.differ, "of": distance.of}
         fields |= {"nans": distance.nans} if distance.nans else {}
+    if change.loss is not None:
+        fields |= {"nmse": change.nmse, "squares": change.toward.bb}
+        fields |= {"saturated": change.loss.saturated, "zeroed": change.loss.zeroed}
     return fields

@@ -15,7 +15,7 @@ from ..core.checkpoint.module_tree import Branch, outline, shape_in_words
 from ..core.checkpoint.state import State
 from ..core.words import counted, printable, show_bytes, show_names
 from ..diffing.compare_values import Comparison
-from ..diffing.rows import ROWS, items_of, rows_of
+from ..diffing.rows import ROWS, figures, items_of, rows_of
 from ..errors import CkptToolError
 from ..inspecting.summary import Summary, facts_of, value_in_words
 
@@ -113,11 +113,12 @@ def comparison_html(comparison: Comparison) -> str:
     """Return a comparison as HTML: the verdict, and the rows that `diff` prints."""
     compared = f"{counted(comparison.tensors, 'tensor')} compared"
     verdict = element("p", element("b", f"{comparison.in_words()}: {compared}"))
-    rows = rows_of(items_of(comparison))
+    items = items_of(comparison)
+    rows = rows_of(items)
     if not rows:
         return html(verdict)
     largest = sorted(rows, key=lambda row: -row.relative)[:ROWS]
-    head = ("", "name", "differ", "relative", "cosine", "largest", "")
+    head = ("", "name", *figures(items), "")
     more = len(rows) - len(largest)
     end = [element("p", f"and {more:,} more that differ less")] if more else []
     cells = [(row.mark, row.name, *(row.cells or ("", "", "", "")), row.text) for row in largest]

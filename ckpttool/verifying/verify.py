@@ -532,7 +532,9 @@ def _compare(
     whole = where is None and (states is None or all(map(outside_of, (a, b), states)))
     expect([*a.storages(), *b.storages()])
     with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
-        comparison = diff(a, b, state=where, model_only=not whole, verify=False, progress=progress)
+        comparison = diff(
+            a, b, state=where, model_only=not whole, as_stored=True, verify=False, progress=progress
+        )
         checksums.finish()
     hint = None
     if states and not comparison.same:

@@ -191,6 +191,32 @@ def test_two_files_that_differ_are_a_page_and_success(cli: Cli) -> None:
     assert change["nans"] == 2
 
 
+def rounded(folder: Path, cli: Cli) -> Path:
+    """Write a page about three layers, and the same in float16, where the second lost most."""
+    layers = {
+        f"layers.{i}.{m}.weight": np.linspace(0.1, 3, 7 + i, dtype="f4") for i in range(3) for m in "qv"
+    }
+    layers["layers.1.v.weight"] = np.array([1e-9, 1e5, 3.0], "f4")
+    save_file(layers, folder / "a.safetensors")
+    with np.errstate(over="ignore"):
+        save_file({name: each.astype("f2") for name, each in layers.items()}, folder / "b.safetensors")
+    assert cli("report", folder / "a.safetensors", folder / "b.safetensors", folder / "c.html").code == 0
+    return folder / "c.html"
+
+
+def test_a_page_has_what_was_lost_of_each_tensor(cli: Cli, tmp_path: Path) -> None:
+    page = rounded(tmp_path, cli)
+    rows = {row["name"]: row for row in data_of(page)["difference"]["changed"]}
+    found = ckpttool.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").changed
+    assert {*rows} == {change.name for change in found}
+    for change in found:
+        row = rows[change.name]
+        assert change.loss and change.norms and row["nmse"] == change.nmse
+        assert (row["saturated"], row["zeroed"]) == (change.loss.saturated, change.loss.zeroed)
+        assert row["squares"] == pytest.approx(change.norms.a**2)
+    assert (rows["layers.1.v.weight"]["saturated"], rows["layers.1.v.weight"]["zeroed"]) == (1, 1)
+
+
 def test_a_run_is_its_curves_its_evaluation_and_its_newest_checkpoint(tmp_path: Path) -> None:
     run = report_files.run(tmp_path)
     found = ckpttool.report(run, tmp_path / "out.html")
@@ -420,6 +446,20 @@ def test_a_difference_is_mapped_by_layer_and_matrix(chromium: Any, pages: Any) -
         assert first[:2] == ["layers.1.norm.weight", "layers.5.attn.q.weight"]
     with Shown(chromium, pages["same"]) as shown:
         assert "They hold the same" in shown.page.inner_text("#difference")
+
+
+@pytest.mark.long
+def test_what_each_layer_lost_is_drawn(chromium: Any, cli: Cli, tmp_path: Path) -> None:
+    with Shown(chromium, rounded(tmp_path, cli)) as shown:
+        (figure,) = shown.page.locator("#difference .chart").all()
+        assert figure.locator("figcaption").inner_text() == "NMSE by layer: layers.…"
+        assert figure.locator("circle").count() == 6  # three layers, and the worst tensor of each
+        figure.locator(".plot").focus()
+        shown.page.keyboard.press("Home")
+        assert figure.locator(".reading").inner_text().startswith("layer 0: layer ")
+        heads = shown.page.locator("#difference .wide thead th").all_inner_texts()
+        assert [head.split()[0] for head in heads][-4:] == ["NMSE", "saturated", "zeroed", "what"]
+        assert shown.complaints == []
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ const MOST_MATRICES = 200;
 function changesOf(difference) {
   const changed = new Map(difference.changed.map((change) => [change.name, change]));
   const { a, b, tensors } = difference;
+  const families = familiesOf(decoded(difference.names), difference, changed);
   const verdict = difference.same
     ? `They hold the same: ${counted(tensors, "tensor")} compared${difference.tolerated ? `, ${difference.tolerated} differ within the tolerance` : ""}.`
     : `${counted(tensors, "tensor")} compared: ${difference.said}.`;
@@ -14,7 +15,8 @@ function changesOf(difference) {
     "difference", "Difference",
     el("p", { class: difference.same ? "verdict" : "differs" }, verdict),
     facts([["before", a], ["after", b]]),
-    ...familiesOf(decoded(difference.names), difference, changed).map((family) => heatmap(family)),
+    lossesOf(families),
+    ...families.map((family) => heatmap(family)),
     difference.changed.length ? changeTable(difference.changed) : null,
     ...[["Gone: only in the first", difference.only_a], ["New: only in the second", difference.only_b], ["Not compared", difference.aside]]
       .filter(([, names]) => names.length)
@@ -40,6 +42,29 @@ function familiesOf(names, difference, changed) {
   for (const name of difference.only_b) put(name, "new");
   const large = [...families.values()].filter((family) => family.layers.size > 1);
   return large.sort((x, y) => y.layers.size * y.matrices.size - x.layers.size * x.matrices.size).slice(0, 8);
+}
+
+/* What packing or rounding cost each layer: all its tensors together, and the worst of them. */
+function lossesOf(families) {
+  const points = { layer: [], "its worst tensor": [] };
+  const family = families.find(({ matrices }) => [...matrices.values()].some((cells) => [...cells.values()].some(isLoss)));
+  if (!family) return null;
+  for (const layer of [...family.layers].sort((x, y) => x - y)) {
+    const changes = [...family.matrices.values()].map((cells) => cells.get(layer)).filter((cell) => cell && isLoss(cell)).map((cell) => cell.change);
+    if (!changes.length) continue;
+    const squares = changes.reduce((sum, change) => sum + change.squares, 0);
+    points.layer.push([layer, squares ? changes.reduce((sum, change) => sum + change.nmse * change.squares, 0) / squares : 0]);
+    points["its worst tensor"].push([layer, Math.max(...changes.map((change) => change.nmse))]);
+  }
+  const kinds = { layer: "test", "its worst tensor": "training, by epoch" };
+  const curves = Object.entries(points).map(([name, found], run) => ({ name, run, kind: kinds[name], points: found }));
+  const key = curves.map(({ name, run }) => el("span", {}, el("i", { class: `r${run}`, "aria-hidden": "true" }), name));
+  const drawn = chart(`NMSE by layer: ${family.before}…`, curves, "nmse", "layer");
+  return el("div", {}, el("p", { class: "key" }, key), el("div", { class: "charts" }, drawn));
+}
+
+function isLoss({ change }) {
+  return Number.isFinite(change?.nmse);
 }
 
 function heatmap({ before, layers, matrices }) {
@@ -87,9 +112,17 @@ function changeTable(changed) {
     { title: "cosine", numeric: true, key: (change) => -(change.cosine ?? -2), text: (change) => (change.cosine === undefined || change.cosine === null ? "" : change.cosine.toFixed(6)) },
     { title: "largest", numeric: true, key: (change) => change.most, text: (change) => inShort(change.most) },
     { title: "differ", numeric: true, key: (change) => change.differ / change.of, text: (change) => (change.of ? shareOf(change.differ, change.of) : "") },
+    ...(changed.some((change) => change.nmse !== undefined) ? lossColumns() : []),
     { title: "what", text: (change) => (change.relative === undefined ? change.text : change.kind) },
   ];
-  return tableOf(`What changed, and how far (${changed.length.toLocaleString("en")})`, columns, changed, columns[1]);
+  const order = columns.find(({ title }) => title === "NMSE") ?? columns[1];
+  return tableOf(`What changed, and how far (${changed.length.toLocaleString("en")})`, columns, changed, order);
+}
+
+function lossColumns() {
+  const count = (change, name) => change[name] ?? null;
+  const counts = ["saturated", "zeroed"].map((name) => ({ title: name, numeric: true, key: (change) => count(change, name), text: (change) => count(change, name)?.toLocaleString("en") ?? "" }));
+  return [{ title: "NMSE", numeric: true, key: (change) => change.nmse, text: (change) => inShort(change.nmse) }, ...counts];
 }
 
 /* As `diff` says it: never rounded to all or to nothing. */

@@ -14,8 +14,8 @@ function curveName({ run, kind }, runs) {
   return runs.length > 1 ? `${runs[run]}, ${kind}` : kind;
 }
 
-/* curves: {name, run, kind, points: [[epochs, value]]}; a value may be null. */
-function chart(title, curves, quantity) {
+/* curves: {name, run, kind, points: [[epochs or another unit, value]]}; a value may be null. */
+function chart(title, curves, quantity, unit = "epoch") {
   const all = curves.flatMap((curve) => curve.points).filter(([, value]) => value !== null);
   const values = all.map(([, value]) => value);
   const [low, high] = values.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
@@ -26,9 +26,9 @@ function chart(title, curves, quantity) {
   const y = low === high && isShare(quantity) ? axis(0, 1, false) : axis(fromZero ? 0 : low, high, logarithmic);
   const x = (at) => SIZE.left + (at / end) * (SIZE.width - SIZE.left - SIZE.right);
   const drawn = svg("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, role: "img", "aria-label": `${title}: ${curves.map(inWords).join("; ")}` });
-  drawn.append(...axes(y, x, end, quantity));
+  drawn.append(...axes(y, x, end, quantity, unit));
   for (const curve of curves) drawn.append(...line(curve, x, y.place));
-  return el("figure", { class: "chart" }, el("figcaption", {}, title), readable(drawn, curves, x, quantity));
+  return el("figure", { class: "chart" }, el("figcaption", {}, title), readable(drawn, curves, x, quantity, unit));
 }
 
 function inWords({ name, points }) {
@@ -63,7 +63,7 @@ function decades(low, high) {
   return found.length > 7 ? found.filter((value) => /^1(0*|e.*)$|^0\.0*1$/.test(String(value))) : found;
 }
 
-function axes(y, x, end, quantity) {
+function axes(y, x, end, quantity, unit) {
   const percent = isShare(quantity);
   const right = SIZE.width - SIZE.right;
   const lines = y.ticks.flatMap((value) => [
@@ -71,7 +71,7 @@ function axes(y, x, end, quantity) {
     svg("text", { x: SIZE.left - 6, y: y.place(value) + 4, "text-anchor": "end" }, percent ? `${Number((100 * value).toPrecision(4))}%` : short(value)),
   ]);
   const below = ticks(0, end).map((at) => svg("text", { x: x(at), y: SIZE.height - 16, "text-anchor": "middle" }, short(at)));
-  return [...lines, ...below, svg("text", { x: right, y: SIZE.height - 4, "text-anchor": "end" }, "epochs")];
+  return [...lines, ...below, svg("text", { x: right, y: SIZE.height - 4, "text-anchor": "end" }, `${unit}s`)];
 }
 
 function isShare(quantity) {
@@ -96,7 +96,7 @@ function line({ run, kind, points }, x, y) {
 }
 
 /* The values at one place, under the pointer or moved to by the arrow keys. */
-function readable(drawn, curves, x, quantity) {
+function readable(drawn, curves, x, quantity, unit) {
   const places = [...new Set(curves.flatMap((curve) => curve.points.map(([at]) => at)))].sort((a, b) => a - b);
   const mark = svg("line", { class: "mark", y1: SIZE.top, y2: SIZE.height - SIZE.bottom });
   const said = el("p", { class: "reading", "aria-live": "polite" }, "\u00a0");
@@ -110,7 +110,7 @@ function readable(drawn, curves, x, quantity) {
     const known = curves.map((curve) => [curve.name, curve.points.filter((point) => point[0] <= at).pop()]).filter(([, point]) => point);
     const percent = isShare(quantity);
     const words = known.map(([name, [, value]]) => `${name} ${value === null ? "no number" : percent ? `${inShort(100 * value, 4)}%` : inShort(value, 4)}`);
-    said.textContent = `epoch ${Number(at.toPrecision(4))}: ${words.join(", ")}`;
+    said.textContent = `${unit} ${Number(at.toPrecision(4))}: ${words.join(", ")}`;
   };
   const frame = el("div", { class: "plot", tabindex: 0, role: "group", "aria-label": "arrow keys read the values" }, drawn);
   frame.addEventListener("pointermove", (event) => {

@@ -39,7 +39,7 @@ CONTRACT = {
     "disarm": f"{READING} --dry-run --force",
     "merge-lora": WRITING,
     "split": f"{READING} --dry-run --force --ranks --as",
-    "diff": f"{READING} --rtol --atol --html --part --parts-in",
+    "diff": f"{READING} --rtol --atol --as-stored --html --part --parts-in",
     "verify": f"{READING} --against --seal --part --parts-in",
     "scan": f"{READING} --sarif --allow --part --parts-in",
     "digest": f"{READING} --part --parts-in",
