@@ -146,7 +146,7 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
     for each in facts:
         if each.rank is not None and each.world_size in (None, size):
             nbytes[each.rank] += each.nbytes
-    mesh, held = _largest(each.mesh for each in facts), dict(sorted(nbytes.items()))
+    mesh, held = largest(each.mesh for each in facts), dict(sorted(nbytes.items()))
     name, device = "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)", mesh.device if mesh else ""
     step = step_of([file for run in runs.values() for file in run.files])
     missing = tuple(sorted({rank for run in runs.values() for rank in run.missing}))
@@ -190,11 +190,11 @@ def _facts(file: Checkpoint) -> _Facts:
             sharded.append(value)
     named = WORLD.search(os.path.basename(file.path))
     sizes = [*([int(named[1])] if named else []), *(value.world_size for value in sharded)]
-    mesh = _largest(value.mesh for value in sharded)
+    mesh = largest(value.mesh for value in sharded)
     return _Facts(file, sharded[0] if sharded else None, mesh, max(sizes, default=None), nbytes)
 
 
-def _largest(meshes: Iterable[Mesh | None]) -> Mesh | None:
+def largest(meshes: Iterable[Mesh | None]) -> Mesh | None:
     """Return the mesh with the most axes, of those the one with the most ranks; the first of equals."""
     return max(filter(None, meshes), key=lambda mesh: (len(mesh.sizes), len(mesh.ranks)), default=None)
 

@@ -30,7 +30,7 @@ from ..core.remote.urls import canonical
 from ..core.system import join
 from ..core.tensors.cast import target
 from ..errors import Damaged, NothingToDo, Refused, UsageFault
-from . import deepspeed, universal
+from . import deepspeed, item_files, universal
 from . import dtensor_files as rank_files
 from . import pieces as hf_pieces
 from .pieces import Framework, Take, is_known, opened
@@ -38,7 +38,7 @@ from .zero import is_universal, states_in
 
 COMPARED = Take()
 
-FRAMEWORKS: tuple[Framework, ...] = (universal, deepspeed, hf_pieces, rank_files)
+FRAMEWORKS: tuple[Framework, ...] = (universal, deepspeed, hf_pieces, item_files, rank_files)
 
 # Keys under which frameworks put a model: a checkpoint has one of them.
 OF_MODEL = {"model", "module", "state_dict"}
@@ -59,6 +59,7 @@ def read_folder(folder: str, take: Take = COMPARED) -> Checkpoint | None:
     if not parts and is_evaluation(names_in(folder)):  # with as many samples on each rank
         return None
     if not parts:
+        item_files.require_finished(folder)
         paths = rank_files.candidates(folder).paths
         are_copies = len(paths) > 1 and all(map(is_known, paths))
         return rank_files.read_copies(folder, opened(paths), take) if are_copies else None

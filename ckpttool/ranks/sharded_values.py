@@ -240,6 +240,16 @@ class ShardedValue:
     mesh: Mesh | None = None  # the device mesh; None for a ShardedTensor
 
 
+# How an axis of the mesh places a tensor: the name of the placement's class, and its settings.
+Placement = tuple[str, Mapping[Any, Any]]
+
+
+def _placement(value: object) -> Placement:
+    """Return a pickled placement; one that is none has no name that is known."""
+    kind = value.type_name.rpartition(".")[2] if isinstance(value, Record) else f"{in_brief(value)[:40]}?"
+    return kind, attributes(value)
+
+
 class ShardedValues:
     """Reads the sharded tensors of one file."""
 
@@ -257,7 +267,7 @@ class ShardedValues:
         kind, args, state = subclass
         dtype, shape = (torch_dtype(args[1]), shape_of(args[2])) if len(args) > 2 else (None, None)
         if shape is None or dtype is None:
-            raise self._malformed()
+            raise self.malformed()
         shape = self._once(shape)
         if kind == DTENSOR:
             return self._dtensor(dtype, shape, attributes(state))
@@ -267,7 +277,8 @@ class ShardedValues:
         """Return one object for equal tuples: many tensors have the same shape, cut in the same way."""
         return self._numbers.setdefault(numbers, numbers)
 
-    def _malformed(self) -> Damaged:
+    def malformed(self) -> Damaged:
+        """Return the error for the tensor that is being read."""
         return Damaged(self.path, f"'{self._name}' is a sharded tensor whose description is malformed")
 
     def _require_shape(self, tensor: TensorRef, shape: tuple[int, ...], said_by: str) -> None:
@@ -281,12 +292,27 @@ class ShardedValues:
         local, spec = tensor_of(state.get("_local_tensor")), attributes(state.get("_spec"))
         placements = spec.get("placements")
         if local is None or not isinstance(placements, tuple | list):
-            raise self._malformed()
-        mesh = self._mesh(spec.get("mesh"))
+            raise self.malformed()
+        placed = [_placement(placement) for placement in placements]
+        return self.placed(dtype, shape, local, self._mesh(spec.get("mesh")), placed, spec.get("shard_order"))
+
+    def placed(
+        self,
+        dtype: DType,
+        shape: tuple[int, ...],
+        local: TensorRef,
+        mesh: Mesh,
+        placements: Sequence[Placement],
+        order: object = None,
+        *,
+        name: str = "",
+    ) -> ShardedValue:
+        """Return a rank's values and where they lie in the whole, by a placement for each axis of a mesh."""
+        self._name = name[:80] or self._name
         if len(placements) != len(mesh.sizes):
-            raise self._malformed()
+            raise self.malformed()
         index_sets: list[Intervals] = [[(0, size)] for size in shape]
-        for dim, cuts in self._cuts(placements, len(shape), spec.get("shard_order")).items():
+        for dim, cuts in self._cuts(placements, len(shape), order).items():
             for axis, chunks in cuts.items():
                 ranks, at = mesh.sizes[axis], mesh.coordinate[axis]
                 index_sets[dim] = share(index_sets[dim], ranks, at, chunks, self._work)
@@ -296,7 +322,7 @@ class ShardedValues:
         pieces = tuple((self._once(begin), piece) for begin, piece in places)
         return ShardedValue(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
 
-    def _cuts(self, placements: Sequence[object], dims: int, stated: object) -> dict[int, dict[int, int]]:
+    def _cuts(self, placements: Sequence[Placement], dims: int, stated: object) -> dict[int, dict[int, int]]:
         """Return each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting."""
         cuts_of: dict[int, dict[int, int]] = {}
         for axis, placement in enumerate(placements):
@@ -304,31 +330,29 @@ class ShardedValues:
                 cuts_of.setdefault(cut[0], {})[axis] = cut[1]
         stated = stated if isinstance(stated, tuple | list) else ()
         if len(stated) > dims:
-            raise self._malformed()
+            raise self.malformed()
         order = dict(map(_order_of, stated))
         for dim, cuts in cuts_of.items():
             is_strided = any(chunks > 1 for chunks in cuts.values())  # which states an order by itself
             known = len(cuts) == 1 or is_strided or not order
             axes = [*cuts] if known else order.get(dim, [])
             if sorted(axes) != [*cuts] or (is_strided and order.get(dim, axes) != axes):
-                raise self._malformed()
+                raise self.malformed()
             cuts_of[dim] = {axis: cuts[axis] for axis in axes}
         return cuts_of
 
-    def _cut_of(self, placement: object, dims: int) -> tuple[int, int] | None:
+    def _cut_of(self, placement: Placement, dims: int) -> tuple[int, int] | None:
         """Return the dimension that a placement cuts, and in how many chunks first; None if it cuts none."""
-        kind = placement.type_name.rpartition(".")[2] if isinstance(placement, Record) else ""
-        settings = attributes(placement)
+        kind, settings = placement
         if kind == "Replicate":
             return None
         if kind not in ("Shard", "_StridedShard"):
-            shown = kind or in_brief(placement)[:40]
-            what = f"is a DTensor placed as {shown}, which does not say where values belong"
+            what = f"is a DTensor placed as {kind}, which does not say where values belong"
             hint = "before saving: tensor.redistribute(placements=[Replicate()] * mesh.ndim)"
             raise Unsupported(self.path, f"'{self._name}' {what}", hint=hint)
         dim, chunks = settings.get("dim"), settings.get("split_factor", 1)
         if not is_count(dim) or dim >= dims or not is_count(chunks) or not 0 < chunks <= MAX_CHUNKS:
-            raise self._malformed()
+            raise self.malformed()
         return dim, chunks
 
     def _mesh(self, value: object) -> Mesh:
@@ -347,16 +371,16 @@ class ShardedValues:
                 group = attributes(process_group)
                 listed = attributes(metadata).get("shards_metadata")
             case _:
-                raise self._malformed()
+                raise self.malformed()
         rank, world = group.get("global_rank"), group.get("global_world_size")
         if not is_count(rank) or not is_count(world) or not isinstance(listed, list):
-            raise self._malformed()
+            raise self.malformed()
         self._work.spend(len(shards) + len(listed))
         pieces = tuple(self._shard(attributes(shard)) for shard in shards)
         placements = (attributes(attributes(shard).get("placement")) for shard in listed)
         owners = [owner for placement in placements if is_count(owner := placement.get("_rank"))]
         if len(owners) < len(listed):
-            raise self._malformed()
+            raise self.malformed()
         return ShardedValue(SHARDED_TENSOR, dtype, shape, rank, world, frozenset(owners), pieces)
 
     def _shard(self, shard: Mapping[object, object]) -> tuple[tuple[int, ...], TensorRef]:
@@ -364,7 +388,7 @@ class ShardedValues:
         tensor, begin = tensor_of(shard.get("tensor")), shape_of(place.get("shard_offsets"))
         size = shape_of(place.get("shard_sizes"))
         if tensor is None or begin is None or size is None:
-            raise self._malformed()
+            raise self.malformed()
         self._require_shape(tensor, size, "metadata")
         return begin, tensor
 
