@@ -108,6 +108,9 @@ def convert_map(conversion: Conversion, map_: str | None, inverse: bool, config:
     outcome.done += f", {counted(len(mapped.names), 'tensor')} made by {map_}"
 
 
+merge_map = options.also_to("merge", convert_map, behind="dtype")
+
+
 # ---- Layouts
 
 

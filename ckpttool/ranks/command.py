@@ -11,6 +11,7 @@ import click
 
 from ..core.cli import options, rewriting
 from ..core.cli.console import Console, counted, show_bytes
+from ..core.cli.convert import Conversion
 from ..core.cli.reading import fields_of, note_fields, note_state, open_file
 from ..core.cli.rewriting import Change, Outcome, Target, rewrite, rewritten
 from ..core.cli.schemas import Fields, fields_like
@@ -18,6 +19,7 @@ from ..errors import NothingToDo, RanksDiffer, Refused, UsageFault
 
 if TYPE_CHECKING:
     from ..core.checkpoint.checkpoint import Checkpoint
+    from ..core.formats.likeness import Likeness
 
 
 def _merge_printed() -> Fields:
@@ -32,6 +34,10 @@ def _merge_printed() -> Fields:
 @options.to_option
 @options.full_option
 @options.option("--dtype TYPE", "Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64.")
+@options.option(
+    "--like ORIGINAL",
+    "Write the files that a model in safetensors has: its shards, names, order; its headers alone are read.",
+)
 @options.option(
     "--take-rank R",
     "Where ranks should hold the same values, take those of rank R instead of comparing all.",
@@ -48,6 +54,7 @@ def merge(
     to: str | None,
     full: bool,
     dtype: str | None,
+    like: str | None,
     take_rank: int | None,
     take_step: int | None,
     **changes: Any,
@@ -59,12 +66,16 @@ def merge(
     ranks hold are compared, bit by bit. A rank that is missing, there twice or of another run is an error. A
     .pt OUTPUT holds the optimizer too, by the names of parameters where they are certain.
 
+    With --like, a file in which nothing has changed has the same hash as in ORIGINAL.
+
     \b
     Examples:
       ckpttool merge checkpoint/actor model.safetensors --dtype bf16
       ckpttool merge checkpoint/actor run.pt
       ckpttool merge rank0.pt rank1.pt model.safetensors
+      ckpttool merge step-100 new/ --like hf://OWNER/REPO --map megatron-hf
     """
+    from ..core.formats.likeness import Likeness
 
     job.require_new_output(alone=False)
 
@@ -74,25 +85,32 @@ def merge(
 
         return open_ranks(files, take_rank=take_rank, take_step=take_step)
 
-    transform = partial(_merged, job, changes, dtype)
+    likeness = None if like is None else Likeness.at(like)
+    transform = partial(_merged, job=job, dtype=dtype, like=likeness, changes=changes)
+    choices = {"full": full or None, "to": to, "like": likeness, "needed": () if like is None else (like,)}
     try:
-        rewrite(job, transform, opening=opening, full=full or None, to=to, needed=())
+        rewrite(job, transform, opening=opening, **choices)
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(job.console, checkpoint) from None
 
 
 def _merged(
-    job: options.WriteJob, changes: dict[str, Any], dtype: str | None, checkpoint: Checkpoint, target: Target
+    checkpoint: Checkpoint,
+    target: Target,
+    *,
+    job: options.WriteJob,
+    dtype: str | None,
+    like: Likeness | None,
+    changes: dict[str, Any],
 ) -> Change:
-    """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
+    """Return the checkpoint to write: mapped, cast, its optimizer keyed by names if it is in the output."""
     from ..core.checkpoint.optimizer_view import is_flat
     from ..core.checkpoint.selection import cast
-    from ..core.cli.convert import Conversion
     from ..core.tensors.cast import CastReports
     from ..core.tensors.cast import target as dtype_of
 
-    outcome = Outcome(f"merged {_in_words(checkpoint)}", of_state=bool(dtype))
+    outcome = Outcome(f"merged {_in_words(checkpoint)}", of_state=bool(dtype or like or changes.get("map_")))
     if (ranks := checkpoint.ranks) is not None:
         names = ("framework", "world_size", "mesh", "step")
         outcome.fields = {"ranks": {name: getattr(ranks, name) for name in names}}
@@ -115,6 +133,10 @@ def _merged(
         else:
             outcome.casting = CastReports(reports=[*filter(None, (outcome.casting, report))])
             outcome.done += f", {counted(report.tensors, 'tensor')} cast to {to.name}"
+    if like is not None:
+        checkpoint, notes = like.fitted(checkpoint, target.state)
+        outcome.notes += notes
+        outcome.where, outcome.done = "", f"{outcome.done}, like {like.path}"
     return checkpoint, outcome
 
 

@@ -21,6 +21,7 @@ from ..core.files.commit import CHECKPOINT_ENDINGS
 from ..core.formats import shards
 from ..core.formats.destination import Saved, destination
 from ..core.formats.folders import DCP, METADATA
+from ..core.formats.likeness import Likeness
 from ..core.formats.reading import collector_paused, open, read_telling, ready
 from ..core.formats.roots import is_evaluation
 from ..core.formats.saving import save
@@ -237,6 +238,7 @@ def merge(
     path: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    like: str | os.PathLike[str] | None = None,
     take_rank: int | None = None,
     state: str | None = None,
     to: str | None = None,
@@ -252,6 +254,8 @@ def merge(
         files: the folder, or the files of all ranks in any order.
         path: the output, whose name says the format: `.safetensors`, `.pt`, or a folder of shards with `/`.
         dtype: what floating-point tensors of the model are cast to: `bf16`, `fp16`, `fp32` or `fp64`.
+        like: a model in safetensors, a path or a URL, whose shards, order and headers the output gets; its
+            values are not read.
         take_rank: where several ranks should hold the same values, take those of this rank; None compares
             them bit by bit.
         state: dotted path of the model's state; found when None.
@@ -265,6 +269,7 @@ def merge(
         OutputExists: there is something at `path`, and `force` is not set.
         UsageFault: one process wrote the files, the name says no format, or `dtype` is none.
         NoState: there is no model's state, or none at `state`.
+        Refused: the output lacks a name of `like`, or has another.
         Unreadable, Damaged, Unsupported: as `ckpttool.open_ranks` raises them.
 
     Example:
@@ -279,9 +284,12 @@ def merge(
         if dtype is not None:
             with suppress(NothingToDo):  # it has that type already, and to merge is something to do
                 checkpoint = cast(checkpoint, target(dtype.lower()), state=state)[0]
-        return save(
-            checkpoint, path, state=state, to=to, full=full or None, shard_size=shard_size, force=force
-        )
+        choices: dict[str, Any] = {"to": to, "full": full or None, "shard_size": shard_size, "force": force}
+        if like is not None:
+            choices |= {"like": Likeness.at(os.fspath(like)), "needed": (like,)}
+            checkpoint, _ = choices["like"].fitted(checkpoint, state)
+            state = None
+        return save(checkpoint, path, state=state, **choices)
 
 
 @collector_paused()

@@ -150,6 +150,12 @@ def adds_to(
     return click.command(name, cls=Addition, behind=behind, when=when, prints=prints)
 
 
+def also_to(name: str, addition: Addition, *, behind: str) -> Addition:
+    """Declare that an addition to one command is one to another, too."""
+    of_it = {"params": addition.params, "callback": addition.callback, "prints": addition.prints}
+    return Addition(name, behind=behind, when=addition.when, **of_it)
+
+
 def added(given: dict[str, Any], *shared: Any, when: str = "") -> list[Any]:
     """Call the additions to the running command, and return what is not None of their answers.
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import Damaged, FileError, UsageFault
 from ...rooms import need
@@ -30,6 +30,9 @@ from .pytorch.tensor_pickle import written_device
 from .reading import File
 from .safetensors import Tensors
 from .strangers import unwritable
+
+if TYPE_CHECKING:
+    from .likeness import Likeness
 
 UNFIT = "does not read back as intended, and was not kept"
 
@@ -160,6 +163,7 @@ class SaveOptions:
     recipe: str = ""
     reflink: str = reflink.AUTO
     time: int | None = None
+    like: Likeness | None = None
 
 
 def require_sense(
@@ -173,6 +177,11 @@ def require_sense(
     if full and kind == shards.TORCH:
         hint = f"write a .pt file, or shards of safetensors: --to {shards.SAFETENSORS}"
         raise UsageFault(f"{path}: {kind} holds only the model's state", hint=hint)
+    if options.like is not None:
+        options.like.require_place(path, kind, full=target.full)
+        if shard_size is not None or options.reflink == reflink.ALWAYS:
+            what = f"{path}: --like says which tensors lie where, and so does another option"
+            raise UsageFault(what, hint="leave out --shard-size and --reflink always, or --like")
     if options.keep_copies and (full or kind in PICKLES):
         hint = "leave out --keep-copies, or write safetensors without --full"
         raise UsageFault(f"{path}: keeps what is tied as one tensor, but copies were asked for", hint=hint)

@@ -229,15 +229,20 @@ def _form(
     return dtype, shape, like.stride, like.nbytes, dtype.kind
 
 
-def write(path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output) -> None:
-    """Write tensors; each name gets its own copy of the values."""
-    ordered, place, block = in_order(path, tensors), 0, WIDTH
+def write(
+    path: str, tensors: Tensors, metadata: Mapping[str, str], out: Output, head: bytes | None = None
+) -> None:
+    """Write tensors; each name gets its own copy of the values.
+
+    `head`: the length and the header of tensors in the order that they have; None for the library's order.
+    """
+    ordered, place, block = tensors if head else in_order(path, tensors), 0, WIDTH
     if out.reflink.is_always:
         ordered, place = sharing_order(path, ordered, block := out.reflink.block)
     for name, tensor in ordered.items():
         if not tensor.is_stretch:  # which has no more bytes than its storage
             require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
-    out.write(header(path, ordered, metadata, place=place, block=block))
+    out.write(head or header(path, ordered, metadata, place=place, block=block))
     tiny: list[tuple[int, ref.ByteRange]] = []
     for tensor in ordered.values():
         data = tensor.data if tensor.is_stretch else None

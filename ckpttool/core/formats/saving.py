@@ -80,7 +80,9 @@ class SavePlan:
             leave_out = f"leave it out: --exclude {shlex.quote(glob.escape(name))}"
             raise Damaged(checkpoint.path, f"'{name}' has {fault}: torch refuses it", hint=leave_out)
         self.ties: dict[str, str] = {}
-        if self.state is not None and not options.keep_copies and self.format not in destination.PICKLES:
+        if options.like is not None:
+            self.ties = {**options.like.ties}
+        elif self.state is not None and not options.keep_copies and self.format not in destination.PICKLES:
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
         self.reflink, self._outputs = place.sharing(options.reflink, lambda: self.sources), list[Output]()
 
@@ -287,7 +289,8 @@ class SavePlan:
                     write = need("dcp.writing").write
                 write(self._for_dcp(), new.path)
             else:
-                shards.write(new.path, self.format, *self._shards(), self._write_shard, opened)
+                index = self.options.like.index_name if self.options.like else ""
+                shards.write(new.path, self.format, *self._shards(), self._write_shard, opened, index)
             with destination.read_back(self.path, new.path):
                 written = open_any(new.path)
             with written:
@@ -315,7 +318,7 @@ class SavePlan:
         elif self.format == torch_zip.NAME:
             torch_zip.write(self.checkpoint, out, self.path)
         else:
-            safetensors.write(self.checkpoint.path, self._flat[0], self._metadata(), out)
+            self._write_tensors(self.path, self._flat[0], self._metadata(), out)
 
     def _metadata(self) -> dict[str, str]:
         """Return the text of a safetensors header; none of ours if nothing is tied, as `save_file` has it."""
@@ -325,14 +328,25 @@ class SavePlan:
     def _shards(self) -> tuple[shards.Cut, str]:
         """Return the shards, and the text of their index."""
         tensors, texts = self._flat
+        if self.options.like is not None:
+            cut = self.options.like.cut(tensors)
+            return cut, self.options.like.index_text(cut)
         cut = shards.cut_by_size(self.format, tensors, self.shard_size)
         return cut, shards.index_text(cut, {**texts, **({shards.TIES: self.ties} if self.ties else {})})
 
     def _write_shard(self, name: str, tensors: Tensors, out: Output) -> None:
         if self.format == shards.SAFETENSORS:
-            safetensors.write(self.checkpoint.path, tensors, OF_TORCH | {**self.checkpoint.metadata}, out)
+            self._write_tensors(name, tensors, OF_TORCH | {**self.checkpoint.metadata}, out)
         else:
             torch_zip.write(replace(self.checkpoint, tree=OrderedDict_(tensors)), out, name)
+
+    def _write_tensors(self, name: str, tensors: Tensors, metadata: Mapping[str, str], out: Output) -> None:
+        """Write a file of safetensors, in the library's order or in that of another model."""
+        path, head = self.checkpoint.path, None
+        if (like := self.options.like) is not None:
+            tensors = tensors if like.index_name else next(iter(like.cut(tensors).values()))
+            head = like.head(path, name, tensors)
+        safetensors.write(path, tensors, metadata, out, head)
 
     def _for_dcp(self) -> Checkpoint:
         """Return what DCP can hold of the checkpoint; with `full`, the rest of it is one entry of text."""
@@ -461,6 +475,7 @@ def save(
             orders tensors for it, instead of as the library does, and writes nothing where it fails.
         recipe: what tells computed values (a cast, a mean) from those of another call. Without it, and where
             files state checksums, only bytes that are copied are not fetched again.
+        like: a `likeness.Likeness`: the files, order and headers of another model's.
         time: when the output was changed, in nanoseconds, where it is a file; None for now.
 
     Returns:

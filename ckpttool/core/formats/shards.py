@@ -345,10 +345,12 @@ def index_text(cut: Cut, metadata: Mapping[str, object]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-def write(folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, opened: Opened) -> None:
+def write(
+    folder: str, kind: str, cut: Cut, text: str, write_shard: WriteShard, opened: Opened, index: str = ""
+) -> None:
     """Write shards and their index into a folder."""
     write_files(folder, cut, write_shard, opened)
-    with writing_into(join(folder, "".join(STEMS[kind]) + INDEX)) as file:
+    with writing_into(join(folder, index or "".join(STEMS[kind]) + INDEX)) as file:
         file.write(text.encode())
 
 
