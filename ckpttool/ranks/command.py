@@ -62,18 +62,18 @@ def merge(
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
 
     Sharded tensors become whole: files of each rank with DTensors or FSDP's shards, DCP folders (also those
-    of accelerate, Lightning and Megatron), DeepSpeed's ZeRO, shards of Hugging Face. Values that several
-    ranks hold are compared, bit by bit. A rank that is missing, there twice or of another run is an error. A
-    .pt OUTPUT holds the optimizer too, by the names of parameters where they are certain.
-
-    With --like, a file in which nothing has changed has the same hash as in ORIGINAL.
+    of accelerate, Lightning and Megatron), torch_checkpointing's, DeepSpeed's ZeRO, shards of Hugging Face.
+    Values that several ranks hold are compared, bit by bit. A rank that is missing, there twice or of another
+    run is an error. A .pt OUTPUT holds the optimizer too, by the names of parameters where they are certain.
+    With --like, a file in which nothing has changed has the same bytes as in ORIGINAL, so that a hub stores
+    it once.
 
     \b
     Examples:
       ckpttool merge checkpoint/actor model.safetensors --dtype bf16
       ckpttool merge checkpoint/actor run.pt
       ckpttool merge rank0.pt rank1.pt model.safetensors
-      ckpttool merge step-100 new/ --like hf://OWNER/REPO --map megatron-hf
+      ckpttool merge checkpoint/actor tuned.safetensors --like first.safetensors
     """
     from ..core.formats.likeness import Likeness
 

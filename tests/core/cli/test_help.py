@@ -123,6 +123,7 @@ def prepare_ranks(folder: Path, run_ranks: Any) -> None:
     for rank in range(2):
         shutil.copy(folder / f"placed-{rank}.pt", folder / f"rank{rank}.pt")
         shutil.copy(folder / f"placed-{rank}.pt", folder / f"checkpoint/actor/model_rank_{rank}.pt")
+    ckpttool.merge(folder / "checkpoint" / "actor", folder / "first.safetensors")
 
 
 def leave_unfinished(cli: Any, output: str) -> None:

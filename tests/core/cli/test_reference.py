@@ -33,7 +33,8 @@ CONTRACT = {
     "conform": f"{WRITING} --like --check-values --pad-vocab",
     "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to --map --inverse --config --fold",
     "maps": READING,
-    "merge": f"{WRITING} --dtype --full --take-rank --shard-size --to --fold --adapter --alpha",
+    "merge": f"{WRITING} --dtype --full --take-rank --shard-size --to --like --map --inverse --config --fold"
+    " --adapter --alpha",
     "slim": f"{WRITING} --keep-anchors",
     "finish": READING,
     "disarm": f"{READING} --dry-run --force",
