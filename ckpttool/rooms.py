@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "scanning": ("arrays",),
     "proving": ("verifying",),
     "metrics": ("distributed",),
-    "models": ("conforming", "mapping"),
+    "models": ("conforming", "mapping", "optimizers"),
     "explaining": (),
     "dcp": (),
     "gguf": (),

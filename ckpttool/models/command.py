@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .reloading import Reloaded
     from .report import Diagnosis
 
+OPTIMIZER = "The optimizer: file.py:factory, called with the model, or a class: torch.optim:AdamW(lr=0.1)."
 WIDTH = 110  # Columns of a comment, if the terminal has no fewer
 
 
@@ -41,12 +43,19 @@ def _doctor_printed() -> Fields:
 @options.command("Load", "Why it does not load, and the commands that fix it", _doctor_printed)
 @options.file_argument
 @options.option("--model SPEC", options.MODEL)
+@options.option("--optimizer SPEC", OPTIMIZER)
 @options.option("--like REF", "In the place of a model: a checkpoint that loads into it. No code is run.")
 @options.state_option
 @options.no_verify_option
 @options.reading
 def doctor(
-    console: Console, file: str, model: str | None, like: str | None, state: str | None, no_verify: bool
+    console: Console,
+    file: str,
+    model: str | None,
+    optimizer: str | None,
+    like: str | None,
+    state: str | None,
+    no_verify: bool,
 ) -> None:
     """Say why FILE does not load into a model, and which commands fix it.
 
@@ -55,25 +64,39 @@ def doctor(
     result strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's
     prefix is a problem for torch alone: reload strips it by itself, and a remark says so.
 
+    With --optimizer, FILE's optimizer is loaded into that one too, without memory: groups, order, missing
+    and foreign states, settings, types. torch loads by position; a state at another layer is found by name.
+
     \b
     Examples:
       ckpttool doctor last.pt --model torchvision:resnet18
+      ckpttool doctor last.pt --model net.py:make --optimizer net.py:optimizer
       ckpttool doctor model.safetensors --like other-side.safetensors
     """
     from . import treatment as models
-    from .factory import skeleton
 
     if (model is None) == (like is None):
         raise click.UsageError("name what FILE should load into: --model SPEC, or --like REF")
+    if optimizer and model is None:
+        raise click.UsageError("--optimizer needs its model: --model SPEC")
     with open_file(console, file) as checkpoint, stdout_kept_for_results():
         if model is None:
             diagnosis = models.doctor(checkpoint, like=like, state=state, verify=not no_verify)
         else:
             named: dict[str, Any] = {"state": state, "spec": model, "verify": not no_verify}
-            diagnosis = models.doctor(checkpoint, skeleton(model), **named)
-    console.result("\n".join(_script(diagnosis, model or f"what {like} loads into")), _fields(diagnosis))
+            module, named["optimizer"] = _built(model, optimizer)
+            diagnosis = models.doctor(checkpoint, module, optimizer_spec=optimizer, **named)
+    script = _script(diagnosis, model or f"what {like} loads into", optimizer)
+    console.result("\n".join(script), _fields(diagnosis))
     if any(not problem.is_remark for problem in diagnosis.problems):
         raise click.exceptions.Exit(1)
+
+
+def _built(model: str, optimizer: str | None) -> tuple[Any, Any]:
+    from .factory import skeleton
+    from .live_optimizer import built
+
+    return built(model, optimizer) if optimizer else (skeleton(model), None)
 
 
 def _fields(diagnosis: Diagnosis) -> dict[str, object]:
@@ -85,23 +108,28 @@ def _fields(diagnosis: Diagnosis) -> dict[str, object]:
     return {**fields_of(diagnosis), "problems": problems, **mismatch_fields(diagnosis.fit.error(""))}
 
 
-def _script(diagnosis: Diagnosis, spec: str) -> Iterator[str]:
+def _script(diagnosis: Diagnosis, spec: str, optimizer: str | None) -> Iterator[str]:
     """Yield the lines of a shell script: commands, and everything else as comments."""
-    verb = "loads" if diagnosis.loads else "does not load"
+    verbs = {True: "loads", False: "does not load"}
     why = f": {diagnosis.fit}" if diagnosis.fit.distance else ""
-    yield from _comment(f"{diagnosis.path} {verb} into {spec}{why}")
+    if diagnosis.state is not None or not optimizer:
+        yield from _comment(f"{diagnosis.path} {verbs[diagnosis.loads]} into {spec}{why}")
+    if optimizer:
+        verb = verbs[bool(diagnosis.optimizer_loads)]
+        yield from _comment(f"the optimizer in {diagnosis.path} {verb} into {optimizer}")
     remarks = [problem for problem in diagnosis.problems if problem.is_remark]
     wrong = [problem for problem in diagnosis.problems if not problem.is_remark]
     for problem in wrong:
         yield from _comment(f"{problem.kind}: {problem.message}")
         if problem.command and problem.command != diagnosis.then:
             yield problem.command
-    if diagnosis.then is None:
-        yield "# no command can fix that"
-    elif wrong:
+    if any(problem.command is None for problem in wrong) or (diagnosis.then is None and not optimizer):
+        is_mended = any(problem.command for problem in wrong)
+        yield "# no command can fix the rest" if is_mended else "# no command can fix that"
+    if wrong and diagnosis.then:
         yield diagnosis.then
-    if diagnosis.python:
-        yield f"# {'or in Python' if wrong else 'in Python'}: {printable(diagnosis.python)}"
+    for line in filter(None, (diagnosis.python, diagnosis.optimizer_python)):
+        yield f"# {'or in Python' if wrong else 'in Python'}: {printable(line)}"
     for remark in remarks:
         yield from _comment(f"{remark.kind}: {remark.message}")
         if remark.command:
@@ -244,9 +272,30 @@ def slim_model(model: str | None) -> Parameters | None:
     "--model SPEC",
     "Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
 )
-def optimizer_model(model: str | None) -> Parameters | None:
-    """Return the parameters of --model."""
-    return _parameters_of(model) if model else None
+@options.option("--optimizer SPEC", f"Rebuild its groups for this optimizer of --model. {OPTIMIZER}")
+@options.option(
+    "--settings",
+    "Whose settings of groups win where FILE and --optimizer both have them (default: file).",
+    type=click.Choice(["file", "optimizer"]),
+)
+def optimizer_model(model: str | None, optimizer: str | None, settings: str | None) -> Any:
+    """Return what puts a file's optimizers into the order of --model, or the groups of --optimizer."""
+    from ..core.checkpoint.optimizer_names import rekeyed
+
+    if optimizer is None:
+        if settings:
+            raise click.UsageError("--settings is about the groups of an optimizer: --optimizer SPEC")
+        shapes = _parameters_of(model) if model else None
+        return shapes and partial(rekeyed, parameters=shapes.shapes, trainable=shapes.trainable)
+    if model is None:
+        raise click.UsageError("--optimizer needs its model: --model SPEC")
+    from ..optimizers.refit import refit
+    from .live_optimizer import built, described
+
+    with stdout_kept_for_results():
+        module, made = built(model, optimizer)
+        live = [None if each is None else described(module, each, optimizer) for each in made]
+    return partial(refit, optimizers=live, settings="optimizer" if settings == "optimizer" else "file")
 
 
 @options.adds_to("conform", behind="like")

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.dotted_names import contents
 from ..core.checkpoint.optimizer_names import to_indices
-from ..core.checkpoint.optimizer_view import is_nested_optimizer
+from ..core.checkpoint.optimizer_view import is_nested_optimizer, is_optimizer
 from ..core.checkpoint.special_tensors import UNINITIALISED
 from ..core.checkpoint.state import State
 from ..core.formats.destination import format_of_name
@@ -21,6 +23,7 @@ from ..core.remote.urls import is_url
 from ..core.tensors.ref import Storage, TensorRef
 from ..errors import CkptToolError, NothingToDo, Refused
 from .fit import (
+    Aim,
     Case,
     Fit,
     Rebuild,
@@ -32,6 +35,9 @@ from .fit import (
     unfixable,
 )
 from .remedies import is_packed, tied_apart
+
+if TYPE_CHECKING:
+    from .optimizer_report import OptimizerAim
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,10 @@ class Diagnosis:
         then: the command that loads the result strictly, after all the others; None if none can.
         python: the line of Python that loads the result strictly into `model`, without this package where
             torch or safetensors can; None if none can.
+        optimizer_loads: the optimizer's load_state_dict takes the file's state, and gives each parameter its
+            own; None if no optimizer was asked about.
+        optimizer_python: the line of Python that loads the optimizer's state into `optimizer` after all
+            commands, a list where it has several; None if none can.
     """
 
     path: str
@@ -77,32 +87,103 @@ class Diagnosis:
     problems: tuple[Problem, ...] = field(metadata={"json": None})
     then: str | None
     python: str | None = None
+    optimizer_loads: bool | None = None
+    optimizer_python: str | None = None
 
     _repr_html_ = shown_by("diagnosis_html")
 
 
-class TreatmentReport:
-    """Write a treatment as commands, each of which reads what the one before it wrote."""
+class CommandChain:
+    """Problems and their commands, each of which reads what the one before it wrote."""
 
-    def __init__(self, checkpoint: Checkpoint, case: Case, treatment: Treatment, loads: bool) -> None:
-        self.original, self.case, self.treatment, self.loads = checkpoint, case, treatment, loads
-        self.aim = case.aim
-        path = case.checkpoint.path
+    def __init__(self, checkpoint: Checkpoint, aim: Aim, optimizer: OptimizerAim | None) -> None:
+        self.original, self.aim, self.optimizer = checkpoint, aim, optimizer
+        path = checkpoint.path
         self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
         self.output = free_output(self.file, checkpoint)
         self.problems: list[Problem] = []
+        self.optimizer_loads: bool | None = None
+        self.optimizer_python: str | None = None
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether a command has written the output."""
+        return self.file == self.output
+
+    def _add(self, kind: str, message: str, verb: str, *flags: str) -> None:
+        self.problems.append(Problem(kind, message, self._command(verb, *flags)))
+        self.file = self.output
+
+    def _command(self, verb: str, *flags: str) -> str:
+        again = ["--force"] if self._is_written else []
+        return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
+
+    def _remark(self, kind: str, message: str, verb: str | None, *flags: str) -> Problem:
+        return Problem(kind, message, self._command(verb, *flags) if verb else None, is_remark=True)
+
+    def add_optimizer(self, after: Checkpoint) -> list[Problem]:
+        """Add what is wrong with the optimizer's state after the commands so far; return the remarks."""
+        if self.optimizer is None or self.optimizer_loads is not None:
+            return []
+        if after is not self.original and not [*after.optimizers()] and [*self.original.optimizers()]:
+            file = command_line([self.file if not self._is_written else self.original.path])
+            way = f"ckpttool optimizer {file} OUT.pt --to indices --model SPEC --optimizer SPEC"
+            message = f"the commands above write the model's state alone; its optimizer: {way}"
+            self.problems.append(Problem("optimizer", message))
+            return []
+        found = self.optimizer.examined(after)
+        as_it_is = found if after is self.original else self.optimizer.examined(self.original)
+        self.optimizer_loads = bool(found.where) and not as_it_is.wrong
+        flags = ["--to", "indices", *self.aim.words, *(found.flags or ())]
+        remarks = [
+            self._remark(*each, "optimizer", *flags, "--settings", "optimizer")
+            if each.kind == "optimizer-settings"
+            else self._remark(*each, None)
+            for each in found.remarks
+        ]
+        if found.wrong:
+            kind, message = found.wrong[0].kind, "; ".join(each.message for each in found.wrong)
+            if found.flags is None:
+                self.problems.append(Problem(kind, message))
+                return remarks
+            self._add(kind, message, "optimizer", *flags)
+        form = format_of_name(self.output) if self._is_written else self.original.format
+        if form in PICKLED and found.where:
+            self.optimizer_python = optimizer_line(after, self.file)
+        return remarks
+
+
+class TreatmentReport(CommandChain):
+    """Write a treatment as commands."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        case: Case,
+        treatment: Treatment,
+        loads: bool,
+        optimizer: OptimizerAim | None = None,
+    ) -> None:
+        super().__init__(checkpoint, case.aim, optimizer)
+        self.case, self.treatment, self.loads = case, treatment, loads
 
     def written(self, rebuild: Rebuild | None, reloaded: tuple[str, Case]) -> Diagnosis:
         """Return the diagnosis; ask `rebuild` for a model in other sizes if nothing else helps."""
         case, after = self.case, self.treatment.case
         as_it_is = self._as_it_is(*reloaded)
+        remarks: list[Problem] = []
         if case.taken_out is not None and not self.loads:
             self._add(*self._taking_out(case.original), "slim", *case.taken_out)
+        # A remedy may leave out what tells which parameter is which.
+        if self.optimizer and not self.optimizer.is_mended(after.checkpoint):
+            remarks = self.add_optimizer(self.original) if self.optimizer.is_mended(self.original) else []
         for remedy in chain.from_iterable((*each.first, each) for each in self.treatment.remedies):
             self._add(remedy.kind, remedy.message, *remedy.command)
+        remarks += self.add_optimizer(after.checkpoint if self._is_written else self.original)
         then: str | None = None
         if not after.fit.distance:
-            self._add_optimizers()
+            if not self.optimizer:
+                self._add_optimizers()
             keeps = self._add_objects()
             if not keeps and (apart := tied_apart(after)):  # torch keeps the last and says nothing
                 self.problems.append(Problem("tied", apart))
@@ -118,20 +199,16 @@ class TreatmentReport:
             self.problems += [Problem(kind, message) for kind, message in found]
         python = python_line(*self._result, self.file, rewritten=self._is_written) if then else None
         self.problems += as_it_is if then else ()
-        self.problems += self._remarks(bool(then))
+        self.problems += [*remarks, *self._remarks(bool(then))]
         path, kind = case.checkpoint.path, case.checkpoint.format
-        problems = tuple(self.problems)
-        return Diagnosis(path, kind, case.original.where, self.loads, case.fit, problems, then, python)
+        problems, of_optimizer = tuple(self.problems), (self.optimizer_loads, self.optimizer_python)
+        where = case.original.where
+        return Diagnosis(path, kind, where, self.loads, case.fit, problems, then, python, *of_optimizer)
 
     @property
     def _where(self) -> tuple[str, ...]:
         """The flags that name the state, as long as no command has taken it out."""
         return () if self._is_written else self.case.taken_out or ()
-
-    @property
-    def _is_written(self) -> bool:
-        """Whether a command has written the output."""
-        return self.file == self.output
 
     @property
     def _result(self) -> tuple[Checkpoint, State]:
@@ -144,14 +221,6 @@ class TreatmentReport:
         if state.module is not None:
             return "pickled-model", f"the names are those of a pickled {state.module.type_name}"
         return "state", f"the state that fits best is '{state.where}', not the one that is taken by default"
-
-    def _add(self, kind: str, message: str, verb: str, *flags: str) -> None:
-        self.problems.append(Problem(kind, message, self._command(verb, *flags)))
-        self.file = self.output
-
-    def _command(self, verb: str, *flags: str) -> str:
-        again = ["--force"] if self._is_written else []
-        return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
 
     def _as_it_is(self, prefix: str, fitted: Case) -> list[Problem]:
         """Return a remark if `reload` strips the prefix by itself, which torch's load_state_dict does not."""
@@ -249,9 +318,6 @@ class TreatmentReport:
             known = SHORT_TYPES.get(ours) if "float" in theirs and not packed else None
             yield self._remark("precision", message, *(["convert", "--dtype", known] if known else [None]))
 
-    def _remark(self, kind: str, message: str, verb: str | None, *flags: str) -> Problem:
-        return Problem(kind, message, self._command(verb, *flags) if verb else None, is_remark=True)
-
 
 SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -307,6 +373,21 @@ def python_line(checkpoint: Checkpoint, state: State, file: str, *, rewritten: b
         return f"model.load_state_dict(torch.load({file!r}{device}){keys})"
     where = f", state={state.where!r}" if state.path else ""
     return f"ckpttool.reload({file!r}, model{where})"
+
+
+def optimizer_line(checkpoint: Checkpoint, file: str) -> str:
+    """Return the line that loads the states of optimizers, without this package, into `optimizer`."""
+    device = ", map_location='cpu'" if _is_elsewhere(checkpoint.tree) else ""
+    paths = [path for path, value in checkpoint.named(contents) if is_optimizer(value)]
+    calls = []
+    for number, path in enumerate(paths):
+        keys, value = "", checkpoint.tree
+        for step in path:
+            key: Any = int(step) if isinstance(value, list | tuple) else step
+            keys, value = f"{keys}[{key!r}]", value[key] if isinstance(value, dict | list | tuple) else None
+        which = f"optimizer[{number}]" if paths[1:] else "optimizer"
+        calls.append(f"{which}.load_state_dict(torch.load({file!r}{device}){keys})")
+    return "; ".join(calls)
 
 
 def _is_elsewhere(tree: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,10 +33,12 @@ from ..errors import Ambiguous, CkptToolError, NoState, UsageFault
 from . import dialects, factory, remedies
 from .factory import accepts, skeleton
 from .fit import Aim, Case, Finder, Fit, Rebuild, Remedy, Respec, Treatment, command_line, compare
-from .report import Diagnosis, Problem, TreatmentReport, free_output
+from .report import CommandChain, Diagnosis, Problem, TreatmentReport, free_output
 
 if TYPE_CHECKING:
     import torch
+
+    from .optimizer_report import OptimizerAim
 
 # From certain to guessed: earlier ones are tried first.
 FINDERS: tuple[Finder, ...] = (
@@ -75,15 +77,17 @@ def diagnose(
     state: str | None = None,
     accepts: Accepts = declines,
     rebuild: Rebuild | None = None,
+    optimizer: OptimizerAim | None = None,
     verify: bool = True,
 ) -> Diagnosis:
     """Find out why a checkpoint does not load into a model."""
+    more: dict[str, Any] = {"accepts": accepts, "rebuild": rebuild, "optimizer": optimizer, "verify": verify}
 
     def of_whole(part: PartialFile) -> Diagnosis:
         with part.opened() as whole:
             if whole is None:
                 return part.diagnosis(checkpoint, None, aim)
-            below = diagnose(whole, blueprint, aim, accepts=accepts, rebuild=rebuild, verify=verify)
+            below = diagnose(whole, blueprint, aim, **more)
             return part.diagnosis(checkpoint, below, aim)
 
     if part := rank_s_pieces(checkpoint, state):
@@ -94,7 +98,7 @@ def diagnose(
         if state is not None:
             raise
         part = named_part(checkpoint.path)
-        return of_whole(part) if part else _without_state(checkpoint, error)
+        return of_whole(part) if part else _without_state(checkpoint, error, aim, optimizer)
     treatments: list[Treatment] = []
     for case in cases:
         treatments.append(treated(case, accepts))
@@ -110,7 +114,7 @@ def diagnose(
     loads = not case.fit.distance or accepts(case.state)
     # Whoever does not know that the state has to be named does not load it.
     is_default = state is not None or best == 0
-    report = TreatmentReport(checkpoint, case, treatments[best], loads and is_default)
+    report = TreatmentReport(checkpoint, case, treatments[best], loads and is_default, optimizer)
     diagnosis = report.written(rebuild, as_reloaded(checkpoint, case.original, blueprint))
     if verify and (diagnosis.then or any(problem.command for problem in diagnosis.problems)):
         _read_values(case.checkpoint, treatments[best].case.checkpoint)
@@ -241,13 +245,18 @@ def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, is_named: 
     return Case(alone, state, blueprint, compare(state, blueprint), flags, original)
 
 
-def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
-    if any(is_optimizer(value) for value in walk(checkpoint.tree)):
-        message = "it holds only the state of an optimizer: the model's parameters are in another file"
-        problem = Problem("optimizer-only", message)
-    else:
-        problem = Problem("no-state", error.reason)
-    return Diagnosis(checkpoint.path, checkpoint.format, None, False, Fit(), (problem,), None)
+def _without_state(
+    checkpoint: Checkpoint, error: NoState, aim: Aim, optimizer: OptimizerAim | None
+) -> Diagnosis:
+    chain = CommandChain(checkpoint, aim, optimizer)
+    is_only = any(is_optimizer(value) for value in walk(checkpoint.tree))
+    message = "it holds only the state of an optimizer: the model's parameters are in another file"
+    said = Problem("optimizer-only", message, is_remark=optimizer is not None)
+    remarks = chain.add_optimizer(checkpoint) if is_only else []
+    problems = (*chain.problems, said if is_only else Problem("no-state", error.reason), *remarks)
+    of_optimizer = chain.optimizer_loads, chain.optimizer_python
+    form = checkpoint.format
+    return Diagnosis(checkpoint.path, form, None, False, Fit(), problems, None, None, *of_optimizer)
 
 
 # ---- Files that hold a part of a model
@@ -336,18 +345,23 @@ def doctor(
     model: torch.nn.Module | None = None,
     *,
     like: File | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None = None,
     state: str | None = None,
     spec: str | None = None,
+    optimizer_spec: str | None = None,
     verify: bool = True,
 ) -> Diagnosis:
-    """Find out why a checkpoint does not load into a model, and which commands fix it.
+    """Find out why a checkpoint does not load into a model and its optimizer, and which commands fix it.
 
     Args:
         file: a path, or an open checkpoint.
         model: the model that it should load into; it is not changed, and may be on the meta device.
         like: in the place of a model, a checkpoint that loads into it: its header says all that is asked.
+        optimizer: the model's optimizer that the file's should load into; several for a file with several,
+            with None for one that is not asked about. It is not changed.
         state: dotted path of the model's state in the file; the one that fits best when None.
         spec: the SPEC that built the model, for the commands and to run its factory again with other sizes.
+        optimizer_spec: the SPEC that built the optimizer, for the commands.
         verify: try the commands on the values too, with the checksums that the file states; else only on
             names and shapes.
 
@@ -355,7 +369,9 @@ def doctor(
         The problems, the command that fixes each, and the line of Python that loads the result.
 
     Raises:
-        TypeError: `model` is no module, or both or neither of `model` and `like` are given.
+        TypeError: `model` is no module, both or neither of `model` and `like` are given, or an optimizer
+            without its model.
+        UsageFault: the optimizer has a parameter that is none of the model's, or can't be copied.
         NoState: `state` is given, and the file has no state there.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also for a wrong checksum.
         RanksDiffer: the files of ranks hold other values where they must be equal.
@@ -367,6 +383,8 @@ def doctor(
         >>> diagnosis.loads, [problem.kind for problem in diagnosis.problems]
         (False, ['prefix', 'reload'])
     """
+    if optimizer is not None and model is None:
+        raise TypeError("doctor() takes an optimizer with its model alone")
     if like is not None and model is None:
         with opened(file) as checkpoint, opened(like) as reference:
             blueprint = Blueprint.like(reference.path, reference.state())
@@ -375,6 +393,8 @@ def doctor(
         raise TypeError("doctor() takes a model, or a checkpoint that loads into it as `like`, not both")
     require_module("doctor", model)
     assert model is not None
+    made = optimizer if isinstance(optimizer, Sequence) or optimizer is None else [optimizer]
+    optimizers = made and _aim(model, made, optimizer_spec or "SPEC")
     with opened(file) as checkpoint:
         return diagnose(
             checkpoint,
@@ -383,8 +403,15 @@ def doctor(
             state=state,
             accepts=partial(accepts, model),
             rebuild=partial(resized, spec) if spec else None,
+            optimizer=optimizers or None,
             verify=verify,
         )
+
+
+def _aim(model: torch.nn.Module, made: Sequence[torch.optim.Optimizer | None], spec: str) -> OptimizerAim:
+    from .optimizer_report import OptimizerAim
+
+    return OptimizerAim(model, made, spec)
 
 
 def resized(spec: str, case: Case) -> Respec | None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def _printed() -> Fields:
-    from ..core.checkpoint.optimizer_names import Rekeyed
+    from .refit import Refitted
 
-    return rewritten(Rekeyed)
+    return rewritten(Refitted)
 
 
 @options.command("Train on", "Optimizer state by name or index, or for another order", _printed)
@@ -47,22 +47,25 @@ def optimizer(job: options.WriteJob, to: Form, order: Order | None, **of_model: 
     which order the optimizer lists its parameters: that of model.parameters() with --model, or of the file's
     state with --order state. An optimizer that was given the new layers first lists them in neither. One with
     as many parameters as the model has trainable ones (requires_grad) was given those. No parameter or group
-    is added or dropped. The rest of the file stays as it is.
+    is added or dropped, unless with --optimizer, which rebuilds the groups as that optimizer has them: each
+    state follows its parameter by name, a new parameter has what a fresh optimizer keeps of it, and what is
+    gone is dropped and named. The rest of the file stays as it is.
 
     \b
     Examples:
       ckpttool optimizer last.pt named.pt --to names
       ckpttool optimizer run.pt named.pt --to names --order state
       ckpttool optimizer last.pt named.pt --to names --model torchvision:resnet18
+      ckpttool optimizer last.pt new.pt --to indices --model net.py:make --optimizer net.py:optimizer
     """
     from ..core.checkpoint.optimizer_names import rekeyed
+    from .refit import as_refitted
 
-    live: dict[str, Any] = {}
-    for model in options.added(of_model):
-        live = {"parameters": model.shapes, "trainable": model.trainable}
+    change_of = next(iter(options.added(of_model)), rekeyed)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        new, change = rekeyed(checkpoint, to, state=target.state, order=order, **live)
+        new, done = change_of(checkpoint, to, state=target.state, order=order)
+        change = as_refitted(done)
         what = counted(len(change.optimizers), "optimizer")
         key = "flat names" if to == "flat" else to
         done = f"keyed {what} of {counted(change.parameters, 'parameter')} by {key}"

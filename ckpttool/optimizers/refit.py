@@ -1,0 +1,472 @@
+"""An optimizer's state put into the groups, the order and the settings of another optimizer.
+
+torch loads a state by position: the first parameter of the first group gets what the file keeps of its first
+one, whatever they are called. So each state follows its parameter by name, into the groups that the
+optimizer has now. A parameter that is new has what a fresh optimizer keeps of it, which is nothing for most;
+one that is gone is left out and named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+from ..core.checkpoint.checkpoint import Checkpoint
+from ..core.checkpoint.dotted_names import dotted
+from ..core.checkpoint.optimizer_names import (
+    ORDER,
+    VECTORS,
+    Form,
+    Names,
+    Order,
+    Parameters,
+    Rekeyed,
+    Undecided,
+    by_shapes,
+    check_shape,
+    in_order,
+    parameters_of,
+    without_prefix,
+)
+from ..core.checkpoint.optimizer_view import (
+    GROUPS,
+    KEYS,
+    LISTS,
+    NAMES,
+    BadOptimizer,
+    OptimizerGroups,
+    OptimizerParameter,
+    OptimizerView,
+    flattened,
+)
+from ..core.checkpoint.prefixes import WRAPPERS
+from ..core.checkpoint.special_tensors import Shape, plain_tensor
+from ..core.inert_pickle.values import is_plain, remade
+from ..core.tensors.ref import Computed, TensorRef
+from ..core.words import first_few, noted
+from ..errors import NothingToDo, Refused, UsageFault
+
+WRAPPER = re.compile(rf"(?<![^.])(?:{'|'.join(map(re.escape, WRAPPERS))})")
+
+# Settings of how a step is computed on a machine, not of what is trained: never the file's.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+# Entries that begin as zeros, and which an option adds to those that were there: amsgrad, centered, momentum.
+ZEROS = ("max_exp_avg_sq", "grad_avg", "momentum_buffer")
+COUNT = {"step"}  # kept by most classes, so that it tells none from another
+
+Source = Literal["file", "optimizer"]
+Entry = dict[str, Any]
+Needs = Mapping[str, Mapping[str, TensorRef | None]]  # what is kept of each parameter; None for no tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOptimizer:
+    """An optimizer that a state is to be loaded into, as descriptions; names are the model's."""
+
+    kind: str  # its class
+    groups: Sequence[Names]  # the parameters of each
+    settings: Sequence[Entry]  # of each group
+    shapes: Mapping[str, Shape]  # of all parameters of the model, in its order
+    dtypes: Mapping[str, str]  # of the same
+    trainable: frozenset[str]
+    buffers: frozenset[str]
+    ties: Mapping[str, str]  # another name of a parameter -> its first one
+    fresh: Mapping[str, Entry]  # what it keeps before the first step, by parameter
+    # What a fresh one with such settings keeps after a step; a parameter is missing where that is not known.
+    needs: Callable[[Sequence[Entry]], Needs] = field(default=lambda _: {})
+
+    @property
+    def names(self) -> Names:
+        """All parameters, in the order in which torch counts them."""
+        return tuple(chain(*self.groups))
+
+    def known(self, names: Sequence[str]) -> list[str | None]:
+        """Return the model's names for those of a file, without wrappers' prefixes; None for none of it."""
+        own = {**{name: name for name in self.shapes}, **self.ties}
+        buffers = {name: name for name in self.buffers}
+        plain = {WRAPPER.sub("", name): first for name, first in (own | buffers).items()}
+        bare = without_prefix(names, own)
+        found = (own.get(name) or plain.get(WRAPPER.sub("", name)) for name in bare)
+        return [*found]
+
+
+@dataclass(frozen=True, slots=True)
+class Refitted(Rekeyed):
+    """The change made to the optimizers of a file, for those of a model.
+
+    Attributes:
+        added: parameters of which the file keeps nothing.
+        dropped: names in the file of parameters that the optimizer does not have.
+        reset: parameters whose state the optimizer can't go on with, and why; it begins afresh.
+        padded: parameters that got an entry of zeros, and which.
+        settings: how those of the groups differ, and which were taken.
+    """
+
+    added: tuple[str, ...] = noted("the file keeps nothing of them")
+    dropped: tuple[str, ...] = noted("dropped, as the optimizer does not have them")
+    reset: tuple[str, ...] = noted("begun afresh")
+    padded: tuple[str, ...] = noted("filled with zeros")
+    settings: tuple[str, ...] = noted("settings")
+
+
+class Refit(NamedTuple):
+    """One optimizer of a file in the form of a live one."""
+
+    where: str
+    old: dict[Any, Any]
+    new: dict[Any, Any]
+    places: dict[str, int]  # parameter of the live one -> its number in the file
+    owners: Sequence[str]  # whose state is what the file keeps, by its number
+    was_ordered: bool  # its parameters' names were taken from an order
+    told: Mapping[str, list[str]]  # the fields of `Refitted`, without the numbers
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing changes."""
+        old, new = OptimizerView(self.old), OptimizerView(self.new)
+        keys = [[*map(repr, view.state)] for view in (old, new)]
+        return old.is_flat == new.is_flat and keys[0] == keys[1] and old.nested == new.nested
+
+
+def refit(
+    checkpoint: Checkpoint,
+    to: Form,
+    *,
+    optimizers: Sequence[LiveOptimizer | None],
+    state: str | None = None,
+    order: Order | None = None,
+    settings: Source = "file",
+) -> tuple[Checkpoint, Refitted]:
+    """Return a checkpoint whose optimizers have the groups of live ones, in the file's order of optimizers.
+
+    None stands for one that stays as it is. `settings` says whose settings of the groups win where both have
+    them; those of `IMPLEMENTATION`, and those of another class of optimizer, are never the file's. Raises
+    Refused where it is not known which parameter is which, and NothingToDo.
+    """
+    made = [*refits(checkpoint, to, optimizers, state=state, order=order, settings=settings)]
+    if all(each.is_same for each in made):
+        raise NothingToDo(f"{checkpoint.path}: its optimizer has the groups of that optimizer already")
+    new = {id(each.old): each.new for each in made}
+    told = {
+        name: tuple(text for each in made for text in each.told[name])
+        for name in ("added", "dropped", "reset", "padded", "settings")
+    }
+    live = [each for each in optimizers if each is not None]
+    held = {name for each in live for name in each.names}
+    moved = sum(
+        each.places.get(name, number) != number
+        for each, one in zip(made, live, strict=True)
+        for number, name in enumerate(one.names)
+    )
+    return checkpoint.rebuilt(lambda value: new.get(id(value), value)), Refitted(
+        optimizers=tuple(each.where for each in made),
+        parameters=sum(len(one.names) for one in live),
+        moved=moved,
+        absent=tuple(name for name in (live[0].shapes if live else ()) if name not in held),
+        ordered=tuple(each.where for each in made if each.was_ordered),
+        **told,
+    )
+
+
+def as_refitted(change: Rekeyed) -> Refitted:
+    """Return a change of keys alone as one of more."""
+    if isinstance(change, Refitted):
+        return change
+    return Refitted(*(getattr(change, each.name) for each in fields(Rekeyed)))
+
+
+def refits(
+    checkpoint: Checkpoint,
+    to: Form,
+    optimizers: Sequence[LiveOptimizer | None],
+    *,
+    state: str | None = None,
+    order: Order | None = None,
+    settings: Source = "file",
+) -> list[Refit]:
+    """Return each optimizer of a file in the form of its live one; see `refit`."""
+    found = [*checkpoint.optimizers()]
+    if len(found) != len(optimizers):
+        names = f" ({first_few([where or 'the file itself' for where, _ in found])})" if found else ""
+        counts = f"the file has {len(found)}{names}, and there are {len(optimizers)} to load into"
+        hint = "let the factory return one for each, in this order, or None for one that stays as it is"
+        nothing = "it holds no optimizer's state (`state` and `param_groups`): the optimizer begins afresh"
+        raise Refused(
+            checkpoint.path, f"optimizers: {counts}" if found else nothing, hint=hint if found else None
+        )
+    where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
+    states = [parameters_of(checkpoint, each) for each in where]
+    made = []
+    for (place, old), live in zip(found, optimizers, strict=True):
+        if live is None:
+            continue
+        try:
+            made.append(_refitted(place, old, live, states, to, order, settings))
+        except BadOptimizer as fault:
+            name = f" {place!r}" if place else ""
+            raise Refused(checkpoint.path, f"the optimizer{name} {fault}", hint=fault.hint) from fault
+    return made
+
+
+def _refitted(
+    where: str,
+    old: dict[Any, Any],
+    live: LiveOptimizer,
+    states: Sequence[Parameters],
+    to: Form,
+    order: Order | None,
+    whose: Source,
+) -> Refit:
+    view = OptimizerView(old)
+    groups = view.parameters()
+    named, was_ordered = _named(groups, live, states, order)
+    told: dict[str, list[str]] = {name: [] for name in ("added", "dropped", "reset", "padded", "settings")}
+    kept: dict[str, tuple[int, int, OptimizerParameter]] = {}  # name -> number, number of its group
+    listed = [(number, each) for number, group in enumerate(named) for each in group]
+    names = live.known([str(each.name) for _, each in listed])
+    held = {*live.names}
+    for place, ((number, each), name) in enumerate(zip(listed, names, strict=True)):
+        if name in held and name not in kept:
+            kept[str(name)] = place, number, each
+        elif each.name is not None:
+            told["dropped"].append(each.name)
+    _require_order_of_vectors(view, names, live)
+    sources = [_source(names, kept, number, groups, live) for number, names in enumerate(live.groups)]
+    settings = [_settings(view, *pair, whose) for pair in zip(live.settings, sources, strict=True)]
+    entries = _entries(kept, live, live.needs(settings), told)
+    if told["reset"] and not any(name in entries for name in kept):  # of another class of optimizer
+        settings = [_settings(view, own, None, whose) for own in live.settings]
+    told["settings"] += _differences(view, live, sources, settings)
+    told["added"] += [name for name in live.names if name not in kept] if kept else []
+    new = _written(view, live, settings, {**live.fresh, **entries}, kept, to)
+    owners = [name or each.name or "?" for name, (_, each) in zip(names, listed, strict=True)]
+    places = {name: place for name, (place, *_) in kept.items()}
+    return Refit(where, old, new, places, owners, was_ordered, told)
+
+
+# ---- Which parameter is which
+
+
+def _named(
+    groups: OptimizerGroups, live: LiveOptimizer, states: Sequence[Parameters], order: Order | None
+) -> tuple[OptimizerGroups, bool]:
+    """Return the parameters with their names, and whether an order was assumed to find them."""
+    listed = [*chain(*groups)]
+    if all(each.name is not None for each in listed):
+        for shapes in map(dict, states):
+            if all(each.name in shapes for each in listed):
+                for each in listed:
+                    check_shape(each, shapes[str(each.name)], "the file")
+                break
+        return groups, False
+    if not any(keeps(each.entry) for each in listed):
+        return groups, False  # nothing is kept that could be another's
+    names, was_ordered = _found(groups, live, states, order)
+    given = iter(names)
+    return [[each._replace(name=next(given)) for each in group] for group in groups], was_ordered
+
+
+def _found(
+    groups: OptimizerGroups, live: LiveOptimizer, states: Sequence[Parameters], order: Order | None
+) -> tuple[Names, bool]:
+    """Return the names of an optimizer that has none: by shapes, by the state's order, by its own."""
+    shapes = [[each.shape for each in group] for group in groups]
+    flat = [*chain(*shapes)]
+    lists = [_candidates(state, live, len(flat)) for state in states]
+    pairs = zip(flat, (live.shapes[name] for name in live.names), strict=False)
+    fits = [*map(len, groups)] == [*map(len, live.groups)] and all(a in (None, b) for a, b in pairs)
+    if (
+        order is None
+        and len(sure := _distinct(live, (w for each in lists for w in by_shapes(flat, each)))) == 1
+    ):
+        return sure[0], False
+    if order == "model":
+        model = [(name, live.shapes[name]) for name in live.shapes if name in live.names]
+        ways = [live.names] if fits else _distinct(live, in_order(shapes, model))
+    else:
+        ways = _distinct(live, (way for each in lists for way in in_order(shapes, each)))
+        if order is None and fits and (not ways or any(_is_in_order(live, each) for each in lists)):
+            ways = [live.names]
+        elif order is None and fits and ways:
+            what = "the file's state and the optimizer list them in orders that both fit"
+            raise Undecided(f"names no parameters, and {what}", hint=ORDER)
+    if len(ways) == 1:
+        return ways[0], True
+    which = "more than one assignment" if ways else "no assignment"
+    of = "the model's parameters" if order == "model" else "the tensors of the file's state"
+    hint = "save it with names: torch.optim takes model.named_parameters() from torch 2.6 on"
+    raise Undecided(f"names no parameters, and {which} of {of} fits its shapes", hint=hint)
+
+
+def _candidates(state: Parameters, live: LiveOptimizer, count: int) -> Parameters:
+    """Return what of a state an optimizer of so many parameters may keep: all, or what is trained."""
+    names = live.known([name for name, _ in state])
+    found = [(each, name) for each, name in zip(state, names, strict=True) if name not in live.buffers]
+    trained = [each for each, name in found if name is None or name in live.trainable]
+    return trained if len(trained) == count else [each for each, _ in found]
+
+
+def _distinct(live: LiveOptimizer, ways: Any) -> list[Names]:
+    """Return the ways that differ in more than prefixes, such as those by a state and by its average."""
+    found: dict[tuple[str, ...], Names] = {}
+    for way in ways:
+        known = live.known(way)
+        found.setdefault(tuple(name or old for name, old in zip(known, way, strict=True)), way)
+    return [*found.values()]
+
+
+def _is_in_order(live: LiveOptimizer, state: Parameters) -> bool:
+    """Return whether each group of the live optimizer lists its parameters in the order of a state."""
+    place = {name: number for number, name in enumerate(live.known([name for name, _ in state]))}
+    places = [[place.get(name, -1) for name in group] for group in live.groups]
+    return all(-1 not in group and group == sorted(group) for group in places)
+
+
+def keeps(entry: object) -> bool:
+    """Return whether something is kept of a parameter: SGD without momentum has entries of None."""
+    return isinstance(entry, dict) and any(value is not None for value in entry.values())
+
+
+def _require_order_of_vectors(view: OptimizerView, names: Sequence[str | None], live: LiveOptimizer) -> None:
+    if any(name in entry for entry in view.entries for name in VECTORS) and tuple(names) != live.names:
+        what = "is LBFGS, which keeps all parameters in one vector: none can be added, dropped or moved"
+        raise BadOptimizer(what, hint="ckpttool slim IN OUT leaves it out: it begins afresh")
+
+
+# ---- What is kept of each
+
+
+def _entries(
+    kept: Mapping[str, tuple[int, int, OptimizerParameter]],
+    live: LiveOptimizer,
+    needs: Needs,
+    told: Mapping[str, list[str]],
+) -> dict[str, Any]:
+    """Return what the file keeps of each parameter, as far as the live optimizer can go on with it."""
+    entries: dict[str, Any] = {}
+    for name, (_, _, each) in kept.items():
+        entry = each.entry
+        if not keeps(entry):
+            if entry is not None and not live.fresh.get(name):
+                entries[name] = entry
+            continue
+        wanted = needs.get(name)
+        keys = {key for key, value in entry.items() if value is not None}
+        lacks = [] if wanted is None else [key for key in wanted if key not in entry]
+        if each.shape not in (None, live.shapes[name]):
+            shapes = f"{list(each.shape or ())}, not {list(live.shapes[name])}"
+            told["reset"].append(f"{name} (its state is of a parameter of shape {shapes})")
+        elif wanted is not None and keys - COUNT and not keys & {*wanted} - COUNT:
+            told["reset"].append(f"{name} ({live.kind} does not know its {', '.join(sorted(keys - COUNT))})")
+        elif any(key not in ZEROS for key in lacks):
+            told["reset"].append(f"{name} ({live.kind} needs its {', '.join(lacks)}, which the file lacks)")
+        else:
+            zeros = {key: _zeros(each, like) for key in lacks if (like := (wanted or {})[key]) is not None}
+            told["padded"].extend(f"{name}: {key}" for key in zeros)
+            entries[name] = remade(entry, (entry | zeros).items()) if zeros else entry
+    return entries
+
+
+def _zeros(each: OptimizerParameter, like: TensorRef) -> TensorRef:
+    """Return zeros in the type of the momentum that is there."""
+    tensors = filter(None, map(plain_tensor, each.entry.values()))
+    dtype = next((tensor.dtype for tensor in tensors if tensor.shape == like.shape), like.dtype)
+
+    def fill(_: int, out: memoryview) -> None:
+        out[:] = bytes(len(out))
+
+    return TensorRef.of_bytes(Computed.filling("", like.numel * dtype.itemsize, fill), dtype, like.shape)
+
+
+# ---- Groups
+
+
+def _source(
+    names: Names,
+    kept: Mapping[str, tuple[int, int, OptimizerParameter]],
+    number: int,
+    groups: OptimizerGroups,
+    live: LiveOptimizer,
+) -> int | None:
+    """Return the group of the file that most parameters of a group come from; None for new ones."""
+    votes = Counter(kept[name][1] for name in names if name in kept)
+    if votes:
+        return max(votes, key=lambda each: votes[each])
+    return number if not kept and len(groups) == len(live.groups) else None
+
+
+def _settings(view: OptimizerView, own: Entry, source: int | None, whose: Source) -> Entry:
+    if source is None:
+        return dict(own)
+    theirs = {key: value for key, value in view.groups[source].items() if key not in LISTS}
+    winning = {key: own[key] for key in own if key in IMPLEMENTATION or whose == "optimizer"}
+    return {**theirs, **{key: own[key] for key in own if key not in theirs}, **winning}
+
+
+def _differences(
+    view: OptimizerView, live: LiveOptimizer, sources: Sequence[int | None], settings: Sequence[Entry]
+) -> list[str]:
+    """Return, in words, where a setting of the file is not the live optimizer's, and which was taken."""
+    found: dict[str, list[int]] = {}
+    for number, (own, source, new) in enumerate(zip(live.settings, sources, settings, strict=True)):
+        theirs = {} if source is None else view.groups[source]
+        for key, value in own.items():
+            if key not in theirs or _comparable(theirs[key]) == _comparable(value):
+                continue
+            taken = "the file's" if new[key] is theirs[key] else "the optimizer's"
+            text = f"{key} {_shown(theirs[key])} in the file, {_shown(value)} in the optimizer: {taken}"
+            found.setdefault(text, []).append(number)
+    where = "group{} {}: " if len(live.groups) > 1 else ""
+    return [where.format("s" * (len(at) > 1), first_few(at)) + text for text, at in found.items()]
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, TensorRef):
+        return value.dtype.name, value.data.read()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of {value.dtype.name}" if isinstance(value, TensorRef) else repr(value)[:40]
+
+
+def _written(
+    view: OptimizerView,
+    live: LiveOptimizer,
+    settings: Sequence[Entry],
+    entries: Mapping[str, Any],
+    kept: Mapping[str, tuple[int, int, OptimizerParameter]],
+    to: Form,
+) -> dict[Any, Any]:
+    """Return the state dict; names keep the prefix that they have in the file."""
+    spelled = ((str(each.name), name) for name, (*_, each) in kept.items())
+    prefix = next((old[: -len(name)] for old, name in spelled if old.endswith(name)), "")
+    keys: dict[str, Any] = {
+        name: number if to == "indices" else prefix + name for number, name in enumerate(live.names)
+    }
+    groups = []
+    for names, given in zip(live.groups, settings, strict=True):
+        for key, value in given.items():
+            if not (value is None or is_plain(value)):
+                what = f"has the setting '{key}', a {type(value).__name__}, which a file can't hold"
+                raise BadOptimizer(what, hint="--settings file takes those of the file")
+        # torch loads by position and carries the names along: the next change finds them.
+        lists = {KEYS: [keys[name] for name in names], NAMES: [prefix + name for name in names]}
+        groups.append({**given, **lists})
+    new = remade(view.nested, view.nested.items())
+    new["state"] = {keys[name]: entries[name] for name in live.names if name in entries}
+    new[GROUPS] = groups
+    return flattened(new) if to == "flat" else new
+
+
+def require_names(groups: Sequence[Sequence[str | None]], spec: str) -> None:
+    """Raise UsageFault where an optimizer holds a parameter that is none of the model's."""
+    for number, group in enumerate(groups):
+        if None in group:
+            place = f"number {group.index(None)} of its group {number}"
+            what = f"{spec}: the optimizer has a parameter that is none of the model's: {place}"
+            raise UsageFault(what, hint="build it of the model's parameters, or name a factory of the whole")
