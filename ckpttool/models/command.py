@@ -70,7 +70,7 @@ def doctor(
     \b
     Examples:
       ckpttool doctor last.pt --model torchvision:resnet18
-      ckpttool doctor last.pt --model net.py:make --optimizer net.py:optimizer
+      ckpttool doctor last.pt --model net.py:net --optimizer net.py:optimizer
       ckpttool doctor model.safetensors --like other-side.safetensors
     """
     from . import treatment as models

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..core.checkpoint.optimizer_view import KEYS, LISTS, OptimizerView
@@ -73,6 +74,7 @@ def described(model: torch.nn.Module, optimizer: torch.optim.Optimizer, spec: st
     held = [group["params"] for group in optimizer.param_groups]
     groups = [[first.get(id(parameter)) for parameter in group] for group in held]
     require_names(groups, spec)
+    named = [tuple(map(str, group)) for group in groups]
     fresh = {
         first[id(parameter)]: {key: _inert(value) for key, value in optimizer.state[parameter].items()}
         for group in held
@@ -81,7 +83,7 @@ def described(model: torch.nn.Module, optimizer: torch.optim.Optimizer, spec: st
     }
     return LiveOptimizer(
         kind=type(optimizer).__name__,
-        groups=[tuple(map(str, group)) for group in groups],
+        groups=named,
         settings=[
             {key: _inert(value) for key, value in group.items() if key not in LISTS}
             for group in optimizer.param_groups
@@ -92,7 +94,7 @@ def described(model: torch.nn.Module, optimizer: torch.optim.Optimizer, spec: st
         buffers=frozenset(name for name, _ in model.named_buffers(remove_duplicate=False)),
         ties={name: first[id(each)] for name, each in every if first[id(each)] != name},
         fresh=fresh,
-        needs=partial(_needs, optimizer, first),
+        needs=partial(_needs, optimizer, [*chain(*named)]),
     )
 
 
@@ -117,48 +119,48 @@ def _like(value: Any) -> TensorRef | None:
     return TensorRef.of_bytes(Computed.in_memory("", b""), DTYPES[name], tuple(value.shape))
 
 
-def _needs(optimizer: torch.optim.Optimizer, names: Mapping[int, str], settings: Sequence[Entry]) -> Needs:
+def _needs(optimizer: torch.optim.Optimizer, names: Sequence[str], settings: Sequence[Entry]) -> Needs:
     """Return what a fresh optimizer keeps after a step with some settings, tried on a twin."""
     import torch
 
-    twin, originals = _twin(optimizer)
-    for group, given in zip(twin.param_groups, settings, strict=True):
+    twin = _twin(optimizer)
+    first: dict[object, Any] = {}
+    for number, (group, given) in enumerate(zip(twin.param_groups, settings, strict=True)):
         plain = {key: value for key, value in given.items() if not isinstance(value, TensorRef | Record)}
         group |= plain | {key: False for key in IMPLEMENTATION if key in group}
-        for parameter in group[KEYS]:
-            parameter.grad = torch.empty_like(parameter)
+        for each in group[KEYS]:  # those of one form are treated alike, and a step on meta tensors is slow
+            first[id(each)] = first.setdefault((number, each.shape, each.dtype), each)
+            first[id(each)].grad = torch.empty_like(each)
     closure = inspect.signature(twin.step).parameters.get("closure")
     try:
         twin.step(*([lambda: 0.0] if closure is not None and closure.default is closure.empty else []))
     except Exception:  # of the class; what it keeps it has prepared by then, if it reads values at all
         if not any(twin.state.values()):
             return {}
-    kept = ((names[id(originals[id(each)])], twin.state.get(each, {})) for each in _parameters(twin))
-    return {name: {key: _like(value) for key, value in entry.items()} for name, entry in kept}
+    kept = (twin.state.get(first[id(each)], {}) for each in _parameters(twin))
+    entries = zip(names, kept, strict=True)
+    return {name: {key: _like(value) for key, value in entry.items()} for name, entry in entries}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group[KEYS])
 
 
-def _twin(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[int, Any]]:
-    """Return an optimizer like another on the meta device, and the other's parameters by `id` of its own."""
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and settings, with its parameters on the meta device."""
     import torch
 
     twin = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin}
-    originals: dict[int, Any] = {}
-    for parameter in _parameters(optimizer):
-        meta = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        memo[id(parameter)] = meta
-        originals[id(meta)] = parameter
+    for each in _parameters(optimizer):
+        memo[id(each)] = torch.nn.Parameter(each.detach().to("meta"), each.requires_grad)
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}  # a schedule's wrapper
     try:
         twin.__dict__.update(copy.deepcopy(own, memo))
     except Exception as error:
         what = f"the optimizer, {type(optimizer).__name__}, can't be copied: {factory.described(error)}"
         raise UsageFault(what, hint="a state is tried on a copy of it before it is advised") from error
-    return twin, originals
+    return twin
 
 
 def tried(
@@ -179,7 +181,7 @@ def tried(
             key: {**entry, MARK: number.get(str(key), -1)} if isinstance(entry, dict) else entry
             for key, entry in entries
         }
-    twin, _ = _twin(optimizer)
+    twin = _twin(optimizer)
     try:
         twin.load_state_dict(_on_meta(marked))
     except Exception as error:

@@ -56,7 +56,6 @@ def optimizer(job: options.WriteJob, to: Form, order: Order | None, **of_model: 
       ckpttool optimizer last.pt named.pt --to names
       ckpttool optimizer run.pt named.pt --to names --order state
       ckpttool optimizer last.pt named.pt --to names --model torchvision:resnet18
-      ckpttool optimizer last.pt new.pt --to indices --model net.py:make --optimizer net.py:optimizer
     """
     from ..core.checkpoint.optimizer_names import rekeyed
     from .refit import as_refitted

@@ -336,7 +336,8 @@ def words_of(command: str) -> Iterator[str]:
 
 @pytest.mark.usefixtures("here")
 def test_every_command_is_there_and_takes_what_is_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("net.py").write_text("from torch import nn\n\ndef net():\n    return nn.BatchNorm1d(2)\n")
+    made = "torch.optim.SGD(model.parameters(), 0.1) if model else torch.nn.BatchNorm1d(2)"
+    Path("net.py").write_text(f"import torch\n\ndef net(model=None):\n    return {made}\n")
     torch.save({f"module.{key}": tensor for key, tensor in nn.BatchNorm1d(2).state_dict().items()}, "last.pt")
     for command in dict.fromkeys(command for rule in rules() for command in rule.commands):
         program, name, *words = words_of(command)

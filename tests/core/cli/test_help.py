@@ -40,6 +40,19 @@ from train import main
 # ---- Every command says how it is used, by an example that works when pasted --------------------------
 
 
+OWN = """
+import torch
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+def optimizer(model):
+    pairs = [*model.named_parameters()]
+    groups = [[pair for pair in pairs if (pair[1].ndim > 1) is decays] for decays in (True, False)]
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}])
+"""
+
+
 def prepare(folder: Path, example: str) -> None:
     """The files that an example speaks of, and what is small."""
     net: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -67,6 +80,8 @@ def prepare(folder: Path, example: str) -> None:
     put("run.pt", lambda: trained("", net.parameters()))
     put("model.pt", lambda: prefixed(state, "backbone."))
     put("model.bin", lambda: state)
+    if "net.py" in example:
+        (folder / "net.py").write_text(OWN)
     if "error.log" in example:
         (folder / "error.log").write_text("RuntimeError: PytorchStreamReader failed reading zip archive\n")
     if "fr_trace_rank" in example:
@@ -297,6 +312,7 @@ def files(here: Path) -> None:
     optimizer.step()
     whole = {"model": prefixed(model.state_dict(), "module."), "optimizer": optimizer.state_dict()}
     torch.save(whole, here / "last.pt")
+    (here / "net.py").write_text(OWN)
     torch.save(prefixed(model.state_dict(), "_fsdp_wrapped_module."), here / "fsdp.pt")
     inside = {f"_orig_mod.0._orig_mod.{name}": value for name, value in model.state_dict().items()}
     torch.save(inside, here / "parts.pt")
@@ -316,7 +332,7 @@ def test_the_rows_on_prefixes_leave_none(cli: Cli) -> None:
 
 @pytest.mark.usefixtures("files")
 def test_the_rows_on_optimizers_work_one_after_the_other(cli: Cli) -> None:
-    assert len(in_rows("optimizer")) == 3
+    assert len(in_rows("optimizer")) == 4
     for command in in_rows("optimizer"):
         ran = cli(command)
         assert ran.code == 0, f"{command}: {ran.err}"
