@@ -103,7 +103,7 @@ def _inert(value: Any) -> Any:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        return value
+        return value.item() if type(value).__module__ == "numpy" and value.ndim == 0 else value
     name = str(value.dtype).split(".")[1]
     if value.is_meta:
         return _like(value)

@@ -99,7 +99,8 @@ class CommandChain:
     def __init__(self, checkpoint: Checkpoint, aim: Aim, optimizer: OptimizerAim | None) -> None:
         self.original, self.aim, self.optimizer = checkpoint, aim, optimizer
         path = checkpoint.path
-        self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
+        self.path = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
+        self.file = self.path
         self.output = free_output(self.file, checkpoint)
         self.problems: list[Problem] = []
         self.optimizer_loads: bool | None = None
@@ -125,31 +126,30 @@ class CommandChain:
         """Add what is wrong with the optimizer's state after the commands so far; return the remarks."""
         if self.optimizer is None or self.optimizer_loads is not None:
             return []
-        if after is not self.original and not [*after.optimizers()] and [*self.original.optimizers()]:
-            file = command_line([self.file if not self._is_written else self.original.path])
-            way = f"ckpttool optimizer {file} OUT.pt --to indices --model SPEC --optimizer SPEC"
-            message = f"the commands above write the model's state alone; its optimizer: {way}"
-            self.problems.append(Problem("optimizer", message))
-            return []
-        found = self.optimizer.examined(after)
-        as_it_is = found if after is self.original else self.optimizer.examined(self.original)
+        is_lost = not [*after.optimizers()]  # a command before wrote the model's state alone
+        source = self.original if is_lost else after
+        found, as_it_is = map(self.optimizer.examined, (source, self.original))
         self.optimizer_loads = bool(found.where) and not as_it_is.wrong
         flags = ["--to", "indices", *self.aim.words, *(found.flags or ())]
-        remarks = [
-            self._remark(*each, "optimizer", *flags, "--settings", "optimizer")
-            if each.kind == "optimizer-settings"
-            else self._remark(*each, None)
-            for each in found.remarks
-        ]
+        file, output, again = self.file, self.output, ["--force"] if self._is_written else []
+        if is_lost:
+            file, again = self.path, []
+            output = free_output(file, self.original, "optimizer")
+        command = command_line(["ckpttool", "optimizer", file, output, *flags, *again])
+        by = {"optimizer-settings": f"{command} --settings optimizer"}
+        remarks = [Problem(*each, by.get(each.kind), is_remark=True) for each in found.remarks]
         if found.wrong:
-            kind, message = found.wrong[0].kind, "; ".join(each.message for each in found.wrong)
-            if found.flags is None:
-                self.problems.append(Problem(kind, message))
+            mends = command if found.flags is not None else None
+            message = "; ".join(each.message for each in found.wrong)
+            self.problems.append(Problem(found.wrong[0].kind, message, mends))
+            if mends is None:
                 return remarks
-            self._add(kind, message, "optimizer", *flags)
-        form = format_of_name(self.output) if self._is_written else self.original.format
-        if form in PICKLED and found.where:
-            self.optimizer_python = optimizer_line(after, self.file)
+            file = output
+            self.file = self.file if is_lost else output
+        is_new = file == output
+        form = format_of_name(file) if is_new else self.original.format
+        if form in PICKLED and found.where and not refused_by_torch(source, rewritten=is_new):
+            self.optimizer_python = optimizer_line(source, file)
         return remarks
 
 
@@ -175,7 +175,7 @@ class TreatmentReport(CommandChain):
         if case.taken_out is not None and not self.loads:
             self._add(*self._taking_out(case.original), "slim", *case.taken_out)
         # A remedy may leave out what tells which parameter is which.
-        if self.optimizer and not self.optimizer.is_mended(after.checkpoint):
+        if self.optimizer and not (self._is_written or self.optimizer.is_mended(after.checkpoint)):
             remarks = self.add_optimizer(self.original) if self.optimizer.is_mended(self.original) else []
         for remedy in chain.from_iterable((*each.first, each) for each in self.treatment.remedies):
             self._add(remedy.kind, remedy.message, *remedy.command)
@@ -322,16 +322,16 @@ class TreatmentReport(CommandChain):
 SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def free_output(file: str, checkpoint: Checkpoint) -> str:
+def free_output(file: str, checkpoint: Checkpoint, what: str = "mended") -> str:
     """Return a free name next to the file, in a format that holds what the file holds."""
     path = file.rstrip("/")
     path = os.path.basename(path) if is_url(path) else path
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
     end = ".safetensors" if checkpoint.format.startswith("safetensors") and not checkpoint.full else ".pt"
-    output, count = f"{stem}.mended{end}", 1
+    output, count = f"{stem}.{what}{end}", 1
     while os.path.lexists(output):
         count += 1
-        output = f"{stem}.mended-{count}{end}"
+        output = f"{stem}.{what}-{count}{end}"
     return output
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -45,7 +45,7 @@ from ..core.checkpoint.optimizer_view import (
 )
 from ..core.checkpoint.prefixes import WRAPPERS
 from ..core.checkpoint.special_tensors import Shape, plain_tensor
-from ..core.inert_pickle.values import is_plain, remade
+from ..core.inert_pickle.values import in_brief, is_plain, remade
 from ..core.tensors.ref import Computed, TensorRef
 from ..core.words import first_few, noted
 from ..errors import NothingToDo, Refused, UsageFault
@@ -56,6 +56,7 @@ WRAPPER = re.compile(rf"(?<![^.])(?:{'|'.join(map(re.escape, WRAPPERS))})")
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 # Entries that begin as zeros, and which an option adds to those that were there: amsgrad, centered, momentum.
 ZEROS = ("max_exp_avg_sq", "grad_avg", "momentum_buffer")
+FEW = 64  # bytes of a setting that is a tensor, and entries of one that is a list
 COUNT = {"step"}  # kept by most classes, so that it tells none from another
 
 Source = Literal["file", "optimizer"]
@@ -123,13 +124,7 @@ class Refit(NamedTuple):
     owners: Sequence[str]  # whose state is what the file keeps, by its number
     was_ordered: bool  # its parameters' names were taken from an order
     told: Mapping[str, list[str]]  # the fields of `Refitted`, without the numbers
-
-    @property
-    def is_same(self) -> bool:
-        """Whether nothing changes."""
-        old, new = OptimizerView(self.old), OptimizerView(self.new)
-        keys = [[*map(repr, view.state)] for view in (old, new)]
-        return old.is_flat == new.is_flat and keys[0] == keys[1] and old.nested == new.nested
+    is_same: bool  # nothing changes
 
 
 def refit(
@@ -227,7 +222,7 @@ def _refitted(
     told: dict[str, list[str]] = {name: [] for name in ("added", "dropped", "reset", "padded", "settings")}
     kept: dict[str, tuple[int, int, OptimizerParameter]] = {}  # name -> number, number of its group
     listed = [(number, each) for number, group in enumerate(named) for each in group]
-    names = live.known([str(each.name) for _, each in listed])
+    names = live.known([each.name or "" for _, each in listed])
     held = {*live.names}
     for place, ((number, each), name) in enumerate(zip(listed, names, strict=True)):
         if name in held and name not in kept:
@@ -245,7 +240,7 @@ def _refitted(
     new = _written(view, live, settings, {**live.fresh, **entries}, kept, to)
     owners = [name or each.name or "?" for name, (_, each) in zip(names, listed, strict=True)]
     places = {name: place for name, (place, *_) in kept.items()}
-    return Refit(where, old, new, places, owners, was_ordered, told)
+    return Refit(where, old, new, places, owners, was_ordered, told, _is_same(view, OptimizerView(new)))
 
 
 # ---- Which parameter is which
@@ -361,14 +356,18 @@ def _entries(
             shapes = f"{list(each.shape or ())}, not {list(live.shapes[name])}"
             told["reset"].append(f"{name} (its state is of a parameter of shape {shapes})")
         elif wanted is not None and keys - COUNT and not keys & {*wanted} - COUNT:
-            told["reset"].append(f"{name} ({live.kind} does not know its {', '.join(sorted(keys - COUNT))})")
+            told["reset"].append(f"{name} ({live.kind} does not know its {_listed(keys - COUNT)})")
         elif any(key not in ZEROS for key in lacks):
-            told["reset"].append(f"{name} ({live.kind} needs its {', '.join(lacks)}, which the file lacks)")
+            told["reset"].append(f"{name} ({live.kind} needs its {_listed(lacks)}, which the file lacks)")
         else:
             zeros = {key: _zeros(each, like) for key in lacks if (like := (wanted or {})[key]) is not None}
             told["padded"].extend(f"{name}: {key}" for key in zeros)
             entries[name] = remade(entry, (entry | zeros).items()) if zeros else entry
     return entries
+
+
+def _listed(keys: Iterable[object]) -> str:
+    return ", ".join(sorted(in_brief(key) for key in keys))
 
 
 def _zeros(each: OptimizerParameter, like: TensorRef) -> TensorRef:
@@ -401,10 +400,19 @@ def _source(
 
 def _settings(view: OptimizerView, own: Entry, source: int | None, whose: Source) -> Entry:
     if source is None:
-        return dict(own)
+        return _held(own)
     theirs = {key: value for key, value in view.groups[source].items() if key not in LISTS}
-    winning = {key: own[key] for key in own if key in IMPLEMENTATION or whose == "optimizer"}
-    return {**theirs, **{key: own[key] for key in own if key not in theirs}, **winning}
+    taken = [key for key in own if key in IMPLEMENTATION or whose == "optimizer" or key not in theirs]
+    return {**theirs, **_held({key: own[key] for key in taken})}
+
+
+def _held(own: Entry) -> Entry:
+    """Return settings of a live optimizer. Raises BadOptimizer for what a file can't hold."""
+    for key, value in own.items():
+        if not is_plain(value):
+            what = f"has the setting '{key}', a {type(value).__name__}, which a file can't hold"
+            raise BadOptimizer(f"to load into {what}", hint="--settings file takes those of the file")
+    return own
 
 
 def _differences(
@@ -425,13 +433,34 @@ def _differences(
 
 
 def _comparable(value: object) -> object:
-    if isinstance(value, TensorRef):
+    """Return what two equal settings have in common; what may be large is equal to itself alone."""
+    if isinstance(value, TensorRef) and value.is_plain and value.nbytes <= FEW:
         return value.dtype.name, value.data.read()
-    return tuple(value) if isinstance(value, list) else value
+    parts = tuple(value) if isinstance(value, list | tuple) else (value,)
+    is_small = len(parts) <= FEW and all(
+        each is None or isinstance(each, int | float | str) for each in parts
+    )
+    return parts if is_small else id(value)
+
+
+def _is_same(old: OptimizerView, new: OptimizerView) -> bool:
+    """Return whether two states have the same groups, and keep the same under the same keys."""
+    if old.is_flat or new.is_flat:
+        items = [[(key, id(value)) for key, value in view.value.items()] for view in (old, new)]
+        return items[0] == items[1]
+
+    def outline(view: OptimizerView) -> Any:
+        groups = [
+            {key: value if key in LISTS else _comparable(value) for key, value in group.items()}
+            for group in view.groups
+        ]
+        return groups, [(repr(key), id(entry)) for key, entry in view.state.items()]
+
+    return bool(outline(old) == outline(new))
 
 
 def _shown(value: object) -> str:
-    return f"a tensor of {value.dtype.name}" if isinstance(value, TensorRef) else repr(value)[:40]
+    return f"a tensor of {value.dtype.name}" if isinstance(value, TensorRef) else in_brief(value)[:40]
 
 
 def _written(
@@ -450,10 +479,6 @@ def _written(
     }
     groups = []
     for names, given in zip(live.groups, settings, strict=True):
-        for key, value in given.items():
-            if not (value is None or is_plain(value)):
-                what = f"has the setting '{key}', a {type(value).__name__}, which a file can't hold"
-                raise BadOptimizer(what, hint="--settings file takes those of the file")
         # torch loads by position and carries the names along: the next change finds them.
         lists = {KEYS: [keys[name] for name in names], NAMES: [prefix + name for name in names]}
         groups.append({**given, **lists})
