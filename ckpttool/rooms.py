@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "scanning": ("arrays",),
     "proving": ("verifying",),
     "metrics": ("distributed",),
-    "models": ("conforming", "mapping", "optimizers"),
+    "models": ("conforming", "mapping"),
     "explaining": (),
     "dcp": (),
     "gguf": (),

@@ -267,7 +267,14 @@ def slim_model(model: str | None) -> Parameters | None:
     return _parameters_of(model) if model else None
 
 
-@options.adds_to("optimizer", behind="to")
+def _refitted() -> Fields:
+    from ..core.checkpoint.optimizer_names import Rekeyed
+    from .optimizer_refit import Refitted
+
+    return fields_like(Refitted, without=fields_like(Rekeyed))
+
+
+@options.adds_to("optimizer", behind="to", prints=_refitted)
 @options.option(
     "--model SPEC",
     "Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
@@ -289,8 +296,8 @@ def optimizer_model(model: str | None, optimizer: str | None, settings: str | No
         return shapes and partial(rekeyed, parameters=shapes.shapes, trainable=shapes.trainable)
     if model is None:
         raise click.UsageError("--optimizer needs its model: --model SPEC")
-    from ..optimizers.refit import refit
     from .live_optimizer import built, described
+    from .optimizer_refit import refit
 
     with stdout_kept_for_results():
         module, made = built(model, optimizer)

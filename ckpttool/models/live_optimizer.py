@@ -18,8 +18,9 @@ from ..core.checkpoint.special_tensors import plain_tensor, special_tensor
 from ..core.inert_pickle.values import Record
 from ..core.tensors.ref import DTYPES, Computed, TensorRef
 from ..errors import UsageFault
-from ..optimizers.refit import IMPLEMENTATION, Entry, LiveOptimizer, Needs, require_names
 from . import factory
+from .optimizer_layout import Entry, LiveOptimizer, Needs, require_names
+from .optimizer_refit import IMPLEMENTATION
 
 if TYPE_CHECKING:
     import torch

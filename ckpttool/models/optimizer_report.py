@@ -14,8 +14,9 @@ from ..core.checkpoint.optimizer_view import MOMENTA, OptimizerView
 from ..core.checkpoint.special_tensors import plain_tensor
 from ..core.words import counted, first_few
 from ..errors import Refused
-from ..optimizers.refit import LiveOptimizer, Refit, keeps, refits
 from .live_optimizer import described, tried
+from .optimizer_layout import LiveOptimizer, keeps
+from .optimizer_refit import Refit, refits
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def _printed() -> Fields:
-    from .refit import Refitted
+    from ..core.checkpoint.optimizer_names import Rekeyed
 
-    return rewritten(Refitted)
+    return rewritten(Rekeyed)
 
 
 @options.command("Train on", "Optimizer state by name or index, or for another order", _printed)
@@ -58,13 +58,11 @@ def optimizer(job: options.WriteJob, to: Form, order: Order | None, **of_model: 
       ckpttool optimizer last.pt named.pt --to names --model torchvision:resnet18
     """
     from ..core.checkpoint.optimizer_names import rekeyed
-    from .refit import as_refitted
 
     change_of = next(iter(options.added(of_model)), rekeyed)
 
     def transform(checkpoint: Checkpoint, target: Target) -> Change:
-        new, done = change_of(checkpoint, to, state=target.state, order=order)
-        change = as_refitted(done)
+        new, change = change_of(checkpoint, to, state=target.state, order=order)
         what = counted(len(change.optimizers), "optimizer")
         key = "flat names" if to == "flat" else to
         done = f"keyed {what} of {counted(change.parameters, 'parameter')} by {key}"

@@ -23,7 +23,7 @@ import ckpttool
 from ckpttool.errors import Refused
 from ckpttool.models import factory
 from ckpttool.models.live_optimizer import built, described
-from ckpttool.optimizers.refit import refit
+from ckpttool.models.optimizer_refit import refit
 from tests.support import optimizer_cases as cases
 from tests.support.comparing import prefixed
 from tests.support.running import Cli, Ran
