@@ -50,6 +50,8 @@ def _printed() -> list[Fields]:
         "tensors": ([tensor], "every tensor of the file"),
         "other": ([other], "everything that is not a tensor"),
     }
+    if (adapters := find("lora.dialects")) is not None:
+        file["adapter?"] = (fields_like(adapters.AdapterSummary), "of a LoRA adapter")
     checkpoint: Fields = {
         **fields_like(CheckpointRow),
         "whole": (bool, "whether it can be read"),
@@ -162,13 +164,18 @@ def _fields(
     summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
 ) -> dict[str, object]:
     here = summary.here
-    return fields_of(summary) | {
-        "dtypes": here.dtypes,
-        "devices": here.devices,
-        "state_bytes": here.nbytes,
-        "tensors": [_tensor_fields(row, stats) for row in rows],
-        "other": [_other_fields(row) for row in summary.other],
-    }
+    adapter = {"adapter": fields_of(summary.adapter)} if summary.adapter else {}
+    return (
+        fields_of(summary)
+        | adapter
+        | {
+            "dtypes": here.dtypes,
+            "devices": here.devices,
+            "state_bytes": here.nbytes,
+            "tensors": [_tensor_fields(row, stats) for row in rows],
+            "other": [_other_fields(row) for row in summary.other],
+        }
+    )
 
 
 def _other_fields(row: OtherRow) -> dict[str, object]:

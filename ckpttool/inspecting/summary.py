@@ -45,6 +45,8 @@ def facts_of(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
         yield from _run(summary.ranks, most)
     yield from _state(summary, most)
     yield from (("computed", _fold(kind, count)) for kind, count in summary.folds.items())
+    if summary.adapter:
+        yield "adapter", _adapter(summary.adapter, most)
     yield from (("quantised", printable(str(scheme))) for scheme in summary.quantised)
     yield from _first("unclear", [*map(printable, summary.unclear)], most)
     yield from (("prefix", _prefix(prefix)) for prefix in summary.prefixes)
@@ -106,6 +108,15 @@ def _fold(kind: str, count: int) -> str:
         kind
     ]
     return f"{what}: {counted(count, 'tensor')}; convert --fold {kind} makes plain ones"
+
+
+def _adapter(adapter: Any, most: int) -> str:
+    numbers = [
+        f"{name} {value:g}" for name in ("rank", "alpha") if (value := getattr(adapter, name)) is not None
+    ]
+    targets = f"for {show_names([*map(printable, adapter.targets)], most)}" if adapter.targets else ""
+    base = f"of {printable(adapter.base)}" if adapter.base else ""
+    return ", ".join(filter(None, (adapter.dialect, *numbers, targets, base)))
 
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
@@ -250,6 +261,7 @@ class Summary:
         parts_in: the folder beside the file that has its tensors, where the trainer's ranks wrote them.
         commit: of the repository on the hub that was read.
         folds: how many tensors a wrapper computes from others, by the kind that `--fold` takes.
+        adapter: whose names a LoRA adapter has, its rank, alpha, targets and base; None for what is none.
     """
 
     path: str
@@ -286,6 +298,7 @@ class Summary:
     commit: str | None = field(default=None, metadata={"if_any": True})
     made_of: Mapping[str, int] = field(default_factory=dict, metadata={"if_any": True})
     folds: Mapping[str, int] = field(default_factory=dict, metadata={"if_any": True})
+    adapter: Any = field(default=None, metadata={"json": None})
 
     def __repr__(self) -> str:
         what = f"{self.format}, {show_bytes(self.nbytes)}, {counted(self.keys, 'tensor')}"
@@ -333,6 +346,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     numbers: Any = find("numbers.recognise")
     packed = numbers.recognise(checkpoint, chosen) if numbers and chosen else None
     folding: Any = find("folding.fold")
+    adapters: Any = find("lora.dialects")
     parts = reversed(checkpoint.shards) if checkpoint.format == "delta" else ()
     return Summary(
         path=checkpoint.path,
@@ -368,6 +382,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         parts_in=(parts_beside(checkpoint.tree) or {}).get("folder"),
         commit=checkpoint.source.commit or None,
         folds=folding.folds_in(chosen) if folding and chosen else {},
+        adapter=adapters.summary_of(checkpoint) if adapters else None,
         made_of={source.path: source.size for source in parts if source.size},
     )
 

@@ -1,4 +1,4 @@
-"""The commands of LoRA adapters: `merge-lora` and `extract-lora`."""
+"""The commands of LoRA adapters: `merge-lora`, `extract-lora` and `adapter`."""
 
 from __future__ import annotations
 
@@ -152,6 +152,85 @@ def _take_out(job: options.WriteJob, name: str | None, alpha: float | None) -> N
     done = f"took out {counted(saved.keys, 'tensor')} of an adapter"
     seconds = time.perf_counter() - started
     report_written(console, done, saved.path, show_bytes(saved.nbytes), seconds, data, dry=job.dry_run)
+
+
+def _adapter_printed() -> Fields:
+    from .adapter import SavedAdapter
+    from .translating import ConvertedAdapter
+
+    return {**fields_like(ConvertedAdapter), **fields_like(SavedAdapter), **WRITTEN}
+
+
+@options.command("Train on", "Write a LoRA adapter as another program names it", _adapter_printed)
+@options.input_argument
+@options.output_argument
+@options.option(
+    "--to DIALECT",
+    "Whose names OUTPUT gets: peft (a folder), kohya, diffusers or comfy.",
+    type=click.Choice(("peft", "kohya", "diffusers", "comfy")),
+    required=True,
+)
+@options.option(
+    "--base MODEL",
+    "The model, where names may be of several: a checkpoint, or sd15, sdxl, flux, sd3, wan, qwen-image, llm.",
+    callback=options.note_base,
+)
+@options.option(
+    "--component NAME", "The part of a pipeline: unet, transformer, text_encoder, text_encoder_2, …"
+)
+@options.option(
+    "--alpha A", "Alpha of all layers, where INPUT does not say it (torchtune, litgpt).", type=float
+)
+@options.folder_options
+def adapter(
+    job: options.WriteJob, to: str, base: str | None, component: str | None, alpha: float | None
+) -> None:
+    """Write a LoRA adapter under the names and with the settings of another program.
+
+    INPUT is an adapter of PEFT, diffusers, kohya, ComfyUI, MLX, torchtune or litgpt, found by its names. The
+    factors keep their bits, and come back the same. Layers that one program fuses (q, k and v of Flux and
+    SD3) are joined and split exactly. What OUTPUT's form can't hold is refused by name; settings that it
+    lacks, such as dropout, are listed as left out.
+
+    \b
+    Example:
+      ckpttool adapter adapter flux.safetensors --to kohya --base flux
+    """
+    from contextlib import ExitStack
+
+    from ..core.formats.output import OutputPlace
+    from ..core.formats.saving import save
+    from .adapter import open_adapter, require_place, save_adapter
+    from .layouts import layouts
+    from .translating import convert_adapter
+
+    console, started = job.console, time.perf_counter()
+    if to == "peft":
+        require_place(OutputPlace(job.output, job.force, (job.input,)))
+    opened = open_adapter(job.input)
+    is_name = base is None or any(base == each.name for each in layouts())
+    with ExitStack() as stack:
+        stack.enter_context(opened.checkpoint)
+        model = base if is_name else stack.enter_context(open_file(console, str(base)))
+        made, done = convert_adapter(opened, to, base=model, component=component, alpha=alpha)
+        written: Any = {"verify": job.verify, "force": job.force, "dry_run": job.dry_run}
+        if to == "peft":
+            saved: Any = save_adapter(made, done.config, job.output, **written)
+        else:
+            needed = (opened.checkpoint, *((model,) if model and not is_name else ()))
+            saved = save(made, job.output, to="safetensors", keep_copies=True, needed=needed, **written)
+    note_fields(console, done)
+    data = {**fields_of(done), "output": saved.path, "bytes": saved.nbytes, "keys": saved.keys}
+    said = f"wrote {counted(done.layers, 'layer')} of {done.dialect} as {to}"
+    report_written(
+        console,
+        said,
+        saved.path,
+        show_bytes(saved.nbytes),
+        time.perf_counter() - started,
+        data,
+        dry=job.dry_run,
+    )
 
 
 def _errors(extracted: Extracted) -> list[str]:

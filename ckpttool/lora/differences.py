@@ -280,13 +280,13 @@ class Differences:
         views = [tensor.view for tensor in whole.values()]
         if len({*views}) < len(views):
             settings["ensure_weight_tying"] = True
-        patterns = _patterns(rank, ranks)
-        return settings | {"rank_pattern": patterns, "alpha_pattern": patterns}
+        usual = patterns(rank, ranks)
+        return settings | {"rank_pattern": usual, "alpha_pattern": usual}
 
 
-def _patterns(rank: int, ranks: Mapping[str, int]) -> dict[str, int]:
+def patterns(usual: float, ranks: Mapping[str, float]) -> dict[str, float]:
     """Return the ranks of layers that have another. A key fits names that end in it; the first one wins."""
-    lowered = {name for name, each in ranks.items() if each != rank}
+    lowered = {name for name, each in ranks.items() if each != usual}
     ends = {-len(name) for name in lowered}
 
     def is_fitted(name: str) -> bool:
