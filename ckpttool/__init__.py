@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from .lora.adapter import save_adapter as save_adapter
     from .lora.differences import extract_lora as extract_lora
     from .lora.merge import merge_lora as merge_lora
+    from .lora.translating import convert_adapter as convert_adapter
     from .mapping.applying import apply_map as apply_map
     from .mapping.applying import maps as maps
     from .mapping.layout import join_complex as join_complex
@@ -113,6 +114,7 @@ else:
             "lora.merge": "merge_lora",
             "lora.adapter": "open_adapter save_adapter",
             "lora.differences": "extract_lora",
+            "lora.translating": "convert_adapter",
             "mapping.applying": "apply_map maps",
             "core.checkpoint.selection": "drop select slim with_metadata",
         },

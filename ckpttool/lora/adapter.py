@@ -37,6 +37,7 @@ from .formulas import PRODUCTS, kind_of, of_weight, products_of
 
 CONFIG = "adapter_config.json"
 OF_DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
+OF_OTHERS = (*OF_DIFFUSERS, "adapters.safetensors", "lit_model.pth.lora")  # MLX's, litgpt's
 PREFIX = "base_model.model."
 
 # A part of a layer, as `formulas` knows it; a trained token's row is of an embedding inside another module.
@@ -233,7 +234,8 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
 
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`, as PEFT saves them, or
-            `pytorch_lora_weights.safetensors` or `.bin`, as diffusers does. Or a file, as kohya's are.
+            `pytorch_lora_weights.safetensors` or `.bin`, as diffusers does, `adapters.safetensors`, as MLX, or
+            `lit_model.pth.lora`, as litgpt. Or a file, as kohya's are.
 
     Returns:
         The adapter, whose `checkpoint` the caller closes.
@@ -254,9 +256,9 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
         if name not in ADAPTERS or not exists(join(above, CONFIG)):
             return Adapter(open_any(path), {}, is_of_peft=False)
         path, settings = above, join(above, CONFIG)
-    elif not exists(settings):
-        of_diffusers = (join(path, name) for name in OF_DIFFUSERS)
-        if (file := next(filter(exists, of_diffusers), None)) is not None:
+    elif not any(exists(join(path, name)) for name in ADAPTERS):
+        others = (join(path, name) for name in OF_OTHERS)
+        if (file := next(filter(exists, others), None)) is not None:
             return Adapter(open_any(file), {}, is_of_peft=False)
     try:
         config = json_object(settings)

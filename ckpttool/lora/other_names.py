@@ -12,14 +12,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, sqrt
 
 from ..core.inert_pickle.values import OrderedDict_
 from ..core.tensors.ref import TensorRef
 from ..errors import Damaged, Refused, Unsupported
 from .adapter import PREFIX, Adapter
+from .dialects import component_configs
 from .formulas import of_weight, products_of
 
 # The parts of a pipeline that adapters are for, as each begins its names.
@@ -46,6 +47,8 @@ PARTS["dora_scale"] = "lora_magnitude_vector"
 OLD = {"to_q": ("to_q", "q_proj"), "to_k": ("to_k", "k_proj"), "to_v": ("to_v", "v_proj")}
 OLD |= {"to_out": ("to_out.0", "out_proj")}
 
+FOREIGN = "a factor as torchtune, MLX or litgpt names it"
+
 # Ends of names by which other kinds of adapters are known; what stands before is the layer's, whatever it is.
 KINDS = {
     r"lokr_\w+": "LoKr with a core for its first factor",
@@ -53,7 +56,7 @@ KINDS = {
     r"boft\w*": "BOFT",
     r"on_input": "IA3",
     r"lora_[AB]\.bias": "a bias of a factor",
-    r"lora_[abAB]|magnitude": "a factor as torchtune, MLX or litgpt names it",
+    r"lora_[abAB]|magnitude": FOREIGN,
 }
 ENDS = {re.compile(rf".+\.(?:{end})(?:\.weight)?"): kind for end, kind in KINDS.items()}
 
@@ -72,6 +75,7 @@ class _Layer:
     names: tuple[str, ...]  # that it may have in the model, so joined
     factors: dict[str, TensorRef]
     alpha: TensorRef | None = None
+    said: float | None = None  # alpha, by the settings in the file
 
 
 def in_peft_names(adapter: Adapter, names: Collection[str]) -> Adapter:
@@ -88,6 +92,7 @@ def in_peft_names(adapter: Adapter, names: Collection[str]) -> Adapter:
     """
     path = adapter.checkpoint.path
     layers = _layers(path, adapter.checkpoint.state().tensors)
+    _take_settings(adapter, layers.values())
     modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     tensors: dict[str, TensorRef] = {}
     numbers: dict[str, tuple[float, float]] = {}
@@ -103,7 +108,7 @@ def in_peft_names(adapter: Adapter, names: Collection[str]) -> Adapter:
             ranks = {rank for each in products for rank in each.ranks}
             if ranks == {0} and all(part.shape for part in layer.factors.values()):
                 raise Damaged(path, f"'{layer.key[:80]}' has factors of rank 0")
-            rank, alpha = min(ranks, default=1), _alpha(path, layer)
+            rank, alpha = min(ranks, default=1), layer.said or _alpha(path, layer)
             numbers[module] = rank, alpha if alpha and ranks else rank  # what is whole is not scaled
     checkpoint = replace(adapter.checkpoint, tree=OrderedDict_(tensors))
     return Adapter(checkpoint, {"peft_type": "LORA"}, numbers=numbers)
@@ -121,6 +126,17 @@ def _upright(path: str, layer: _Layer) -> dict[str, TensorRef]:
     return parts
 
 
+def _take_settings(adapter: Adapter, layers: Iterable[_Layer]) -> None:
+    """Set the alphas that diffusers has in the metadata of its file."""
+    for component, config in component_configs(adapter.checkpoint).items():
+        of_peft = replace(adapter, config={"peft_type": "LORA", **config})
+        of_peft.require_known()
+        those = {layer.names[0]: layer for layer in layers if layer.component == component}
+        ranks = of_peft.settings("rank_pattern", "r", those)
+        for name, alpha in of_peft.settings("alpha_pattern", "lora_alpha", those).items():
+            those[name].said = alpha * (sqrt(ranks[name]) if config.get("use_rslora") else 1)
+
+
 def _layers(path: str, tensors: Mapping[str, TensorRef]) -> dict[str, _Layer]:
     """Return the layers of an adapter by the beginning of their keys."""
     layers: dict[str, _Layer] = {}
@@ -134,6 +150,8 @@ def _layers(path: str, tensors: Mapping[str, TensorRef]) -> dict[str, _Layer]:
             kind = next((kind for end, kind in ENDS.items() if end.fullmatch(key)), None)
             what = f"is {kind}" if kind else "is no factor of a product, nor an alpha"
             hint = OTHER
+            if kind == FOREIGN:
+                hint = f"under PEFT's names: ckpttool adapter {shlex.quote(path)} ADAPTER --to peft"
             if not any(map(FACTOR.fullmatch, tensors)) and not kind:
                 hint = f"of a whole model: ckpttool extract-lora BASE {shlex.quote(path)} ADAPTER --rank 16"
             raise Unsupported(path, f"holds '{key[:80]}', which {what}", hint=hint)
