@@ -1,1 +1,1 @@
-"""LoRA adapters added to the model they were trained on, and extracted from what training changed"""
+"""LoRA adapters: added to a model, extracted from what training changed, written for other programs"""

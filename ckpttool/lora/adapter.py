@@ -234,8 +234,8 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
 
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`, as PEFT saves them, or
-            `pytorch_lora_weights.safetensors` or `.bin`, as diffusers does, `adapters.safetensors`, as MLX, or
-            `lit_model.pth.lora`, as litgpt. Or a file, as kohya's are.
+            `pytorch_lora_weights.safetensors` or `.bin`, as diffusers does, `adapters.safetensors` of MLX,
+            or `lit_model.pth.lora` of litgpt. Or a file, as kohya's are.
 
     Returns:
         The adapter, whose `checkpoint` the caller closes.

@@ -194,7 +194,7 @@ def adapter(
 
     \b
     Example:
-      ckpttool adapter adapter flux.safetensors --to kohya --base flux
+      ckpttool adapter adapter kohya.safetensors --to kohya --component unet
     """
     from contextlib import ExitStack
 

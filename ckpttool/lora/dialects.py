@@ -26,6 +26,7 @@ from .layouts import layouts, tables
 METADATA = "lora_adapter_metadata"  # diffusers' entry with PEFT's settings, each below its component
 SETTINGS_OF_LITGPT = "hyperparameters.yaml"
 ALPHA_OF_LITGPT = re.compile(r"^\s*(lora_\w+):\s*(\S+)\s*$", re.MULTILINE)
+FACTORS = re.compile(r"[AB]|embedding_|hada_|lokr_")
 OLD = re.compile(r"\.(to_(?:q|k|v|out)_lora)(?=\.(?:down|up)\.weight$)")
 NAMES = {"kohya": "kohya's", "comfy": "ComfyUI's", "peft": "PEFT's", "diffusers": "diffusers'"}
 
@@ -86,7 +87,7 @@ def dialect_of(adapter: Adapter) -> str | None:
     fits = (
         name
         for name, each in tables()["dialects"].items()
-        if any(re.match(each["begin"], key) and _cut(name, key)[1] in ("A", "B") for key in keys)
+        if any(re.match(each["begin"], key) and FACTORS.match(_cut(name, key)[1]) for key in keys)
     )
     return next(fits, None)
 
@@ -240,7 +241,10 @@ def _said(path: str, dialect: str) -> Mapping[str, Any]:
 def _number(found: HeldAdapter, adapter: Adapter, alpha: float | None) -> None:
     """Set the alpha of each layer, and compare its rank with what settings say."""
     for tag, config in found.configs.items():
-        those = [each for each in found.layers.values() if each.tag == tag and each.rank]
+        of_component = [each for each in found.layers.values() if each.tag == tag]
+        if not of_component:
+            raise Damaged(found.path, f"has settings of '{tag[:80]}' in its metadata, and no layers of that")
+        those = [each for each in of_component if each.rank]
         of_peft = replace(adapter, config={**config, "use_dora": False})
         if config.get("peft_type", "LORA") != "LORA":
             of_peft.require_known()

@@ -32,6 +32,7 @@ DIALECTS = ("peft", "kohya", "diffusers", "comfy")
 OF_PEFT = ("peft", "diffusers")  # those that keep PEFT's settings
 SPLIT = {"A", "B", "magnitude", "alpha"}  # parts of a layer that others may be fused with
 WEIGHT = ".weight"
+MODELS = "they are sd15, sdxl, flux, sd3, wan, qwen-image and llm"
 
 # Settings of PEFT's that other dialects say by their tensors, or that mean nothing after training.
 _CARRIED = (
@@ -146,10 +147,12 @@ class _Search:
     ) -> None:
         self.found, self.to, self.component = found, to, component
         self.joint = tables()["dialects"][found.dialect]["joint"]
-        known = [each.name for each in layouts() if not each.is_any]
-        if isinstance(base, str) and base not in known:
-            raise UsageFault(f"--base {base} is neither a file nor one of {', '.join(known)}")
-        self.layouts = [each for each in layouts() if not isinstance(base, str) or each.name == base]
+        known = layouts()
+        if isinstance(base, str):  # `sdxl` is `sdxl-diffusers` too
+            known = tuple(each for each in known if f"{each.name}-".startswith(f"{base}-"))
+        if not known:
+            raise UsageFault(f"base: '{base}' is no model whose names are known", hint=MODELS)
+        self.layouts = [each for each in known if component in (None, *each.components)]
         self.modules: dict[str, list[str]] = defaultdict(list)  # of the base, by their names once joined
         for name in base.state().tensors if isinstance(base, Checkpoint) else ():
             module = name.removeprefix("model.").removeprefix("diffusion_model.").removesuffix(WEIGHT)
@@ -261,7 +264,7 @@ class _Writing:
         key, is_of_peft = _key(self.layout, place, self.to), self.to in OF_PEFT
         self.layers[place.component][self.layout.named(place, "peft")] = layer
         parts = {part: each for part, each in layer.parts.items() if part != "alpha" or not is_of_peft}
-        if layer.rank and not is_of_peft and "alpha" not in parts:
+        if "A" in parts and not is_of_peft and "alpha" not in parts:
             parts |= self._alpha(layer)
         for part, tensor in parts.items():
             end = tables()["dialects"][self.to]["ends"].get(part, [""])[0]

@@ -122,17 +122,25 @@ INNER = ATTENTION | {"ff.net.0.proj": (8, 6), "ff.net.2": (6, 8)}
 def transformer(block: str, depth: int = 1, sizes: Sizes = (6, 6)) -> Modules:
     """Return the modules of one spatial transformer of a UNet."""
     made = {f"{block}.{end}": sizes for end in ("proj_in", "proj_out")}
-    return made | {f"{block}.transformer_blocks.{n}.{name}": s for n in range(depth) for name, s in INNER.items()}
+    return made | {
+        f"{block}.transformer_blocks.{n}.{name}": s for n in range(depth) for name, s in INNER.items()
+    }
 
 
 SD15_BLOCKS = [f"down_blocks.{i}.attentions.{j}" for i in range(3) for j in range(2)]
-SD15_BLOCKS += ["mid_block.attentions.0", *(f"up_blocks.{i}.attentions.{j}" for i in (1, 2, 3) for j in range(3))]
+SD15_BLOCKS += [
+    "mid_block.attentions.0",
+    *(f"up_blocks.{i}.attentions.{j}" for i in (1, 2, 3) for j in range(3)),
+]
 SD15 = {name: size for block in SD15_BLOCKS for name, size in transformer(block, 1, (6, 6, 1, 1)).items()}
 RESNETS = [f"down_blocks.{i}.resnets.{j}" for i in range(4) for j in range(2)]
 RESNETS += ["mid_block.resnets.0", *(f"up_blocks.{i}.resnets.{j}" for i in range(4) for j in range(3))]
 CONVOLUTIONS: Modules = {f"{block}.conv{n}": (6, 5, 3, 3) for block in RESNETS for n in (1, 2)}
 CONVOLUTIONS |= {f"{block}.time_emb_proj": (6, 5) for block in RESNETS}
-CONVOLUTIONS |= {"up_blocks.0.upsamplers.0.conv": (6, 6, 3, 3), "down_blocks.0.downsamplers.0.conv": (6, 6, 3, 3)}
+CONVOLUTIONS |= {
+    "up_blocks.0.upsamplers.0.conv": (6, 6, 3, 3),
+    "down_blocks.0.downsamplers.0.conv": (6, 6, 3, 3),
+}
 
 SDXL_DEPTH = {1: 2, 2: 10}
 SDXL: Modules = {}
@@ -148,7 +156,11 @@ for n in range(6):
 SGM_CONVOLUTIONS: Modules = {
     f"{block}.{end}": sizes
     for block in ("input_blocks.1.0", "input_blocks.7.0", "middle_block.0", "output_blocks.8.0")
-    for end, sizes in {"in_layers.2": (6, 5, 3, 3), "out_layers.3": (6, 5, 3, 3), "emb_layers.1": (6, 5)}.items()
+    for end, sizes in {
+        "in_layers.2": (6, 5, 3, 3),
+        "out_layers.3": (6, 5, 3, 3),
+        "emb_layers.1": (6, 5),
+    }.items()
 }
 SGM_CONVOLUTIONS |= {"input_blocks.3.0.op": (6, 6, 3, 3), "output_blocks.2.2.conv": (6, 6, 3, 3)}
 
@@ -160,7 +172,9 @@ def clip(layers: int) -> Modules:
 
 
 T5: Modules = {f"encoder.block.{n}.layer.0.SelfAttention.{x}": (6, 6) for n in range(3) for x in "qkvo"}
-T5 |= {f"encoder.block.{n}.layer.1.DenseReluDense.{x}": (6, 6) for n in range(3) for x in ("wi_0", "wi_1", "wo")}
+T5 |= {
+    f"encoder.block.{n}.layer.1.DenseReluDense.{x}": (6, 6) for n in range(3) for x in ("wi_0", "wi_1", "wo")
+}
 
 
 def bfl(double: int = 3, single: int = 4) -> Modules:
@@ -180,21 +194,30 @@ def flux(double: int = 3, single: int = 4, *, only_attention: bool = False) -> M
     """Return Flux's modules as diffusers names them."""
     joint = [f"attn.{x}" for x in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")]
     attention = dict.fromkeys([*joint, "attn.to_out.0", "attn.to_add_out"], (6, 6))
-    rest = {f"{ff}.net.{n}": s for ff in ("ff", "ff_context") for n, s in (("0.proj", (24, 6)), ("2", (6, 24)))}
+    rest = {
+        f"{ff}.net.{n}": s for ff in ("ff", "ff_context") for n, s in (("0.proj", (24, 6)), ("2", (6, 24)))
+    }
     rest |= {"norm1.linear": (36, 6), "norm1_context.linear": (36, 6)}
     alone = dict.fromkeys([f"attn.to_{x}" for x in "qkv"], (6, 6))
     more = {"proj_mlp": (24, 6), "proj_out": (6, 30), "norm.linear": (18, 6)}
     blocks = attention | ({} if only_attention else rest)
     singles = alone | ({} if only_attention else more)
     made = {f"transformer_blocks.{n}.{name}": s for n in range(double) for name, s in blocks.items()}
-    return made | {f"single_transformer_blocks.{n}.{name}": s for n in range(single) for name, s in singles.items()}
+    return made | {
+        f"single_transformer_blocks.{n}.{name}": s for n in range(single) for name, s in singles.items()
+    }
 
 
 SD3 = {
     f"joint_blocks.{n}.{side}.{name}": sizes
     for n in range(3)
     for side in ("x_block", "context_block")
-    for name, sizes in {"attn.qkv": (18, 6), "attn.proj": (6, 6), "mlp.fc1": (24, 6), "mlp.fc2": (6, 24)}.items()
+    for name, sizes in {
+        "attn.qkv": (18, 6),
+        "attn.proj": (6, 6),
+        "mlp.fc1": (24, 6),
+        "mlp.fc2": (6, 24),
+    }.items()
 }
 SD3_ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 SD3_DIFFUSERS = {f"transformer_blocks.{n}.attn.{name}": (6, 6) for n in range(3) for name in SD3_ATTENTION}
@@ -202,7 +225,9 @@ WAN = {f"blocks.{n}.{a}_attn.{x}": (6, 6) for n in range(4) for a in ("self", "c
 WAN |= {f"blocks.{n}.ffn.{i}": s for n in range(4) for i, s in ((0, (12, 6)), (2, (6, 12)))}
 WAN_ENDS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
 WAN_DIFFUSERS = {f"blocks.{n}.attn{i}.{x}": (6, 6) for n in range(4) for i in (1, 2) for x in WAN_ENDS}
-WAN_DIFFUSERS |= {f"blocks.{n}.ffn.net.{i}": s for n in range(4) for i, s in (("0.proj", (12, 6)), ("2", (6, 12)))}
+WAN_DIFFUSERS |= {
+    f"blocks.{n}.ffn.net.{i}": s for n in range(4) for i, s in (("0.proj", (12, 6)), ("2", (6, 12)))
+}
 QWEN_ENDS = [f"attn.{name}" for name in SD3_ATTENTION]
 QWEN_ENDS += [f"{side}_{end}" for side in ("img", "txt") for end in ("mlp.net.0.proj", "mlp.net.2", "mod.1")]
 QWEN_IMAGE = {f"transformer_blocks.{n}.{name}": (6, 6) for n in range(12) for name in QWEN_ENDS}
@@ -225,9 +250,13 @@ REAL: dict[str, Named] = {
     "SD 1.5, UNet": Named(K, kohya("lora_unet", SD15), "sd15"),
     "SD 1.5, UNet and CLIP": Named(K, kohya("lora_unet", SD15) | kohya("lora_te", clip(12))),
     "SD 1.5, CLIP alone": Named(K, kohya("lora_te", clip(12)), rank=8, alpha=1),
-    "SD 1.5, LoCon": Named(K, kohya("lora_unet", SD15 | CONVOLUTIONS), "sd15", ranks={"conv1": 2, "resnets": 3}),
+    "SD 1.5, LoCon": Named(
+        K, kohya("lora_unet", SD15 | CONVOLUTIONS), "sd15", ranks={"conv1": 2, "resnets": 3}
+    ),
     "SD 1.5, UNet of diffusers": Named(P, under("unet", SD15), "sd15", rank=16, alpha=16),
-    "SD 1.5, UNet and CLIP of diffusers": Named(P, under("unet", SD15) | under("text_encoder", clip(12)), "sd15"),
+    "SD 1.5, UNet and CLIP of diffusers": Named(
+        P, under("unet", SD15) | under("text_encoder", clip(12)), "sd15"
+    ),
     "SD 1.5, UNet of PEFT": Named("peft", SD15, "sd15", "unet", dtype=torch.float32),
     "SD 1.5, ComfyUI's CLIP": Named("comfy", under(NATIVE_CLIP, clip(12)), "sd15", alpha=3),
     "SDXL, UNet": Named(K, kohya("lora_unet", SDXL_SGM)),
@@ -267,6 +296,8 @@ REAL: dict[str, Named] = {
         ranks={"layers.1.self_attn.v": 2},
         config={"rank_pattern": {"layers.1.self_attn.v_proj": 2}, "alpha_pattern": {"v_proj": 3}},
     ),
-    "Qwen of PEFT, rslora": Named("peft", llama(4), rank=16, alpha=32, dtype=BF16, config={"use_rslora": True}),
+    "Qwen of PEFT, rslora": Named(
+        "peft", llama(4), rank=16, alpha=32, dtype=BF16, config={"use_rslora": True}
+    ),
     "Llama of PEFT, DoRA": Named("peft", llama(2), is_dora=True, dtype=BF16),
 }

@@ -97,6 +97,7 @@ def test_every_command_is_tried() -> None:
         "split",
         "merge-lora",
         "extract-lora",
+        "adapter",
         "prove",
         "finish",
     }  # which need the files of a training
@@ -277,6 +278,7 @@ OUTPUTS = pytest.mark.parametrize("name", WRITERS)
 COMMANDS = pytest.mark.parametrize("name", ARGUMENTS)
 PLAIN_OR_JSON = pytest.mark.parametrize("more", [[], ["--json"]], ids=" ".join)
 ALIKE = (
+    "adapter",
     "add-prefix",
     "apply",
     "average",

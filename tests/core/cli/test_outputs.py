@@ -50,7 +50,7 @@ def test_every_writer_cuts_shards_and_says_how_many(command: str, size: str, sha
 def test_every_writer_of_a_state_has_the_option() -> None:
     for name, command in group.commands.items():
         flags = {flag for parameter in command.params for flag in parameter.opts}
-        if name not in ("split", "disarm", "extract-lora", "delta", "finish") and "output" in {
+        if name not in ("split", "disarm", "extract-lora", "adapter", "delta", "finish") and "output" in {
             parameter.name for parameter in command.params
         }:
             assert "--shard-size" in flags, name

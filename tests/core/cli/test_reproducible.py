@@ -21,6 +21,7 @@ JOBS = JOBS | {
     "delta for an engine": "delta plain.safetensors other.safetensors out.safetensors --as vllm",
     "disarm": "disarm in.pt out.pt",
     "extract-lora": "extract-lora plain.safetensors other.safetensors out/ --rank 2 --others save",
+    "adapter": "adapter adapter out.safetensors --to kohya --component unet",
     "split": "split plain.safetensors out/ --ranks 2 --as dtensor --device cpu",
     "split into DCP": "split plain.safetensors out/ --ranks 2 --as dcp",
     "convert into DCP": "convert in.pt out.dcp --to dcp",

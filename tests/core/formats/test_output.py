@@ -102,6 +102,7 @@ KEPT = {
     "merge-lora to its base": "merge-lora b.safetensors adapter b.safetensors",
     "merge-lora to its adapter": "merge-lora b.safetensors adapter adapter/adapter_model.safetensors",
     "extract-lora": "extract-lora adapter/adapter_model.safetensors n.safetensors adapter --rank 1",
+    "adapter": "adapter adapter adapter/adapter_model.safetensors --to kohya --component unet",
     "split": "split ranks ranks/ --ranks 1 --as dtensor",
     "report": "report page.html page.html",
     "report of a chain": "report b.safetensors+page.html page.html",
