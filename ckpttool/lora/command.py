@@ -175,16 +175,11 @@ def _adapter_printed() -> Fields:
     "The model, where names may be of several: a checkpoint, or sd15, sdxl, flux, sd3, wan, qwen-image, llm.",
     callback=options.note_base,
 )
-@options.option(
-    "--component NAME", "The part of a pipeline: unet, transformer, text_encoder, text_encoder_2, …"
-)
-@options.option(
-    "--alpha A", "Alpha of all layers, where INPUT does not say it (torchtune, litgpt).", type=float
-)
+@options.option("--component NAME", "The part of a pipeline: unet, transformer, text_encoder, …")
+@options.option("--alpha A", "Alpha, where INPUT does not say it (torchtune, litgpt).", type=float)
+@options.state_option
 @options.folder_options
-def adapter(
-    job: options.WriteJob, to: str, base: str | None, component: str | None, alpha: float | None
-) -> None:
+def adapter(job: options.WriteJob, to: str, base: str | None, **given: Any) -> None:
     """Write a LoRA adapter under the names and with the settings of another program.
 
     INPUT is an adapter of PEFT, diffusers, kohya, ComfyUI, MLX, torchtune or litgpt, found by its names. The
@@ -197,7 +192,9 @@ def adapter(
       ckpttool adapter adapter kohya.safetensors --to kohya --component unet
     """
     from contextlib import ExitStack
+    from dataclasses import replace
 
+    from ..core.checkpoint.selection import slim
     from ..core.formats.output import OutputPlace
     from ..core.formats.saving import save
     from .adapter import open_adapter, require_place, save_adapter
@@ -207,30 +204,24 @@ def adapter(
     console, started = job.console, time.perf_counter()
     if to == "peft":
         require_place(OutputPlace(job.output, job.force, (job.input,)))
-    opened = open_adapter(job.input)
-    is_name = base is None or any(base == each.name for each in layouts())
+    written: Any = {"verify": job.verify, "force": job.force, "dry_run": job.dry_run}
     with ExitStack() as stack:
-        stack.enter_context(opened.checkpoint)
-        model = base if is_name else stack.enter_context(open_file(console, str(base)))
-        made, done = convert_adapter(opened, to, base=model, component=component, alpha=alpha)
-        written: Any = {"verify": job.verify, "force": job.force, "dry_run": job.dry_run}
+        opened = open_adapter(job.input)
+        needed = [stack.enter_context(opened.checkpoint)]
+        if job.state is not None:
+            opened = replace(opened, checkpoint=slim(opened.checkpoint, state=job.state))
+        if base and all(each.name != base for each in layouts()):
+            needed.append(stack.enter_context(open_file(console, base)))
+        model = needed[1] if needed[1:] else base
+        made, done = convert_adapter(opened, to, base=model, **given)
         if to == "peft":
             saved: Any = save_adapter(made, done.config, job.output, **written)
         else:
-            needed = (opened.checkpoint, *((model,) if model and not is_name else ()))
             saved = save(made, job.output, to="safetensors", keep_copies=True, needed=needed, **written)
     note_fields(console, done)
     data = {**fields_of(done), "output": saved.path, "bytes": saved.nbytes, "keys": saved.keys}
-    said = f"wrote {counted(done.layers, 'layer')} of {done.dialect} as {to}"
-    report_written(
-        console,
-        said,
-        saved.path,
-        show_bytes(saved.nbytes),
-        time.perf_counter() - started,
-        data,
-        dry=job.dry_run,
-    )
+    said, size = f"wrote {counted(done.layers, 'layer')} of {done.dialect} as {to}", show_bytes(saved.nbytes)
+    report_written(console, said, saved.path, size, time.perf_counter() - started, data, dry=job.dry_run)
 
 
 def _errors(extracted: Extracted) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import isfinite
@@ -26,6 +26,7 @@ from .layouts import layouts, tables
 METADATA = "lora_adapter_metadata"  # diffusers' entry with PEFT's settings, each below its component
 SETTINGS_OF_LITGPT = "hyperparameters.yaml"
 ALPHA_OF_LITGPT = re.compile(r"^\s*(lora_\w+):\s*(\S+)\s*$", re.MULTILINE)
+SIGN = re.compile(r"lora_|hada_|lokr_|\.lora\.|_lora\.")  # what a name of a factor has in it
 FACTORS = re.compile(r"[AB]|embedding_|hada_|lokr_")
 OLD = re.compile(r"\.(to_(?:q|k|v|out)_lora)(?=\.(?:down|up)\.weight$)")
 NAMES = {"kohya": "kohya's", "comfy": "ComfyUI's", "peft": "PEFT's", "diffusers": "diffusers'"}
@@ -73,12 +74,6 @@ class HeldAdapter:
     said: Mapping[str, Any]
 
 
-def usual_of(layers: Iterable[AdapterLayer]) -> tuple[int, float]:
-    """Return the rank and alpha that most layers have; 0 and 0 if none has factors."""
-    counts = Counter((each.rank, each.alpha) for each in layers if each.rank)
-    return counts.most_common(1)[0][0] if counts else (0, 0.0)
-
-
 def dialect_of(adapter: Adapter) -> str | None:
     """Return whose names an adapter has; None if no tensor of it is a factor."""
     if adapter.is_of_peft:
@@ -105,6 +100,13 @@ def held(adapter: Adapter, alpha: float | None = None) -> HeldAdapter:
         Damaged: a factor is missing, a number is no positive one, or settings are malformed.
         NothingToDo: it is empty.
     """
+    found = _parsed(adapter)
+    _number(found, adapter, alpha, [*found.layers.values()])
+    return found
+
+
+def _parsed(adapter: Adapter) -> HeldAdapter:
+    """Read all but the alphas, which may be tensors."""
     checkpoint = adapter.checkpoint
     state = checkpoint.state()
     require_plain(checkpoint.path, state.likes, "can't be written in another dialect")
@@ -114,7 +116,8 @@ def held(adapter: Adapter, alpha: float | None = None) -> HeldAdapter:
     if dialect is None:
         what = f"holds '{next(iter(state.tensors))[:80]}', and no factor as a program known here names it"
         raise Unsupported(checkpoint.path, what, hint="an adapter of LoRA: inspect shows what is in the file")
-    configs, said = _configs(adapter, dialect), _said(checkpoint.path, dialect)
+    configs = component_configs(checkpoint) if dialect == "diffusers" else {}
+    configs = {"": adapter.config} if adapter.is_of_peft else configs
     layers: dict[str, AdapterLayer] = {}
     for key, tensor in state.tensors.items():
         begin, part = _cut(dialect, key)
@@ -122,10 +125,9 @@ def held(adapter: Adapter, alpha: float | None = None) -> HeldAdapter:
         if part in layer.parts:
             raise Refused(checkpoint.path, f"has the {part} of '{begin[:80]}' under two names")
         layer.parts[part] = _upright(tensor, dialect, part)
-    found = HeldAdapter(checkpoint.path, dialect, layers, configs, said)
+    found = HeldAdapter(checkpoint.path, dialect, layers, configs, _said(checkpoint.path, dialect))
     for layer in layers.values():
         _require_whole(found, layer)
-    _number(found, adapter, alpha)
     return found
 
 
@@ -197,14 +199,7 @@ def _require_whole(found: HeldAdapter, layer: AdapterLayer) -> None:
 # ---- Ranks and alphas: in settings, in tensors, or as a scale.
 
 
-def _configs(adapter: Adapter, dialect: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return PEFT's settings of each component, by its tag."""
-    if dialect == "peft" and adapter.is_of_peft:
-        return {"": adapter.config}
-    return component_configs(adapter.checkpoint) if dialect == "diffusers" else {}
-
-
-def component_configs(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+def component_configs(checkpoint: Checkpoint) -> Mapping[str, Mapping[str, Any]]:
     """Return PEFT's settings that a file of diffusers' has in its metadata, by component; "" for the file.
 
     Raises Damaged where they are no JSON object.
@@ -238,14 +233,15 @@ def _said(path: str, dialect: str) -> Mapping[str, Any]:
     return dict(ALPHA_OF_LITGPT.findall(text))
 
 
-def _number(found: HeldAdapter, adapter: Adapter, alpha: float | None) -> None:
-    """Set the alpha of each layer, and compare its rank with what settings say."""
+def _number(
+    found: HeldAdapter, adapter: Adapter, alpha: float | None, layers: Sequence[AdapterLayer]
+) -> None:
+    """Set the alpha of layers, and compare their rank with what settings say."""
     for tag, config in found.configs.items():
-        of_component = [each for each in found.layers.values() if each.tag == tag]
-        if not of_component:
+        if all(each.tag != tag for each in found.layers.values()):
             raise Damaged(found.path, f"has settings of '{tag[:80]}' in its metadata, and no layers of that")
-        those = [each for each in of_component if each.rank]
-        of_peft = replace(adapter, config={**config, "use_dora": False})
+        those = [each for each in layers if each.tag == tag and each.rank]
+        of_peft = replace(adapter, config=config, numbers=None)
         if config.get("peft_type", "LORA") != "LORA":
             of_peft.require_known()
         names = [each.name for each in those]
@@ -256,7 +252,7 @@ def _number(found: HeldAdapter, adapter: Adapter, alpha: float | None) -> None:
                 what = f"has '{layer.key[:80]}' of rank {layer.rank}, and settings say {ranks[layer.name]}"
                 raise Damaged(found.path, what)
             layer.alpha, layer.is_root = alphas[layer.name], bool(config.get("use_rslora"))
-    for layer in found.layers.values():
+    for layer in layers:
         if layer.rank and not layer.alpha:
             layer.alpha = _alpha(found, layer, alpha)
 
@@ -297,7 +293,7 @@ class AdapterSummary:
 
     Attributes:
         dialect: whose names it has.
-        rank, alpha: what most of its layers have; None where it has other factors than two.
+        rank, alpha: of most of its layers, and the alpha of one of those; None for other factors than two.
         targets: the modules that it is for, as PEFT names targets.
         base: the model that it was trained on, if its settings say so.
     """
@@ -312,24 +308,27 @@ class AdapterSummary:
 def summary_of(checkpoint: Checkpoint) -> AdapterSummary | None:
     """Return an adapter in short; None for what is none, or can't be read as one."""
     state = checkpoint.found_state()
+    if state is None or not any(map(SIGN.search, state.tensors)):
+        return None
     try:
-        if state is None or state.path:
-            return None
         name = os.path.basename(checkpoint.source.place)
         said = settings_beside(checkpoint.source.place, CONFIG)[1] if name in ADAPTERS else {}
         adapter = Adapter(checkpoint, said, is_of_peft=bool(said))
-        if dialect_of(adapter) is None:
-            return None
-        found = held(adapter, alpha=1.0)
+        found = _parsed(adapter)
+        ranks = Counter(each.rank for each in found.layers.values() if each.rank)
+        rank = ranks.most_common(1)[0][0] if ranks else None
+        one = [each for each in found.layers.values() if each.rank == rank][:1]
+        if 2 * sum(ranks.values()) < len(found.layers) and rank:
+            return None  # a model with adapters inside
+        is_silent = found.dialect in ("torchtune", "litgpt") and "lora_alpha" not in found.said
+        _number(found, adapter, 1.0, one)
     except CkptToolError:
         return None
-    rank, alpha = usual_of(found.layers.values())
-    if found.dialect in ("torchtune", "litgpt") and "lora_alpha" not in found.said:
-        alpha = 0
-    config: Mapping[str, Any] = next(iter(found.configs.values()), {})
+    config = next(iter(found.configs.values()), {})
     base = config.get("base_model_name_or_path") or checkpoint.metadata.get("ss_sd_model_name")
+    alpha = one[0].alpha if one and not is_silent else None
     targets = tuple(sorted({*_ends_of(found)}))
-    return AdapterSummary(found.dialect, rank or None, alpha or None, targets, str(base) if base else None)
+    return AdapterSummary(found.dialect, rank, alpha, targets, str(base) if base else None)
 
 
 def _ends_of(found: HeldAdapter) -> Iterable[str]:

@@ -24,7 +24,7 @@ from ..core.tensors.ref import DTYPES, DType, Storage, TensorRef
 from ..core.words import first_few, noted
 from ..errors import Refused, Unsupported, UsageFault
 from .adapter import IN_PYTHON, PREFIX, Adapter
-from .dialects import METADATA, NAMES, AdapterLayer, HeldAdapter, held, usual_of
+from .dialects import METADATA, NAMES, AdapterLayer, HeldAdapter, held
 from .differences import patterns
 from .layouts import WHOLE, Layout, Place, layouts, tables
 
@@ -32,6 +32,9 @@ DIALECTS = ("peft", "kohya", "diffusers", "comfy")
 OF_PEFT = ("peft", "diffusers")  # those that keep PEFT's settings
 SPLIT = {"A", "B", "magnitude", "alpha"}  # parts of a layer that others may be fused with
 WEIGHT = ".weight"
+WHOLE_PARTS = ("=weight", "=bias")  # of a module that is saved whole
+USUAL: dict[str, Any] = {"peft_type": "LORA", "task_type": None, "inference_mode": True, "bias": "none"}
+USUAL["base_model_name_or_path"] = None
 MODELS = "they are sd15, sdxl, flux, sd3, wan, qwen-image and llm"
 
 # Settings of PEFT's that other dialects say by their tensors, or that mean nothing after training.
@@ -118,7 +121,7 @@ def convert_adapter(
         raise Refused(found.path, what, hint="say for which: --component NAME")
     writing = _Writing(adapter, found, layout, to, base if isinstance(base, Checkpoint) else None)
     chosen = [pair for pair in placed if pair[1][0].component in components]
-    writing.left_out += [pair[0].key for pair in placed if pair not in chosen]
+    writing.left_out += [layer.key for layer, places in placed if places[0].component not in components]
     for place, layer in writing.renamed(chosen):
         writing.add(place, layer)
     metadata, config = writing.settings(components)
@@ -254,10 +257,8 @@ class _Writing:
         for name, those in groups.items():
             place = those[0][0]
             places = self.layout.places(place.component, ".", name, right=True)
-            yield (
-                place,
-                self._joined(places, {places.index(replace(at, was_right=True)): of for at, of in those}),
-            )
+            numbers = [places.index(replace(at, was_right=True)) for at, _ in those]
+            yield place, self._joined(places, dict(zip(numbers, (of for _, of in those), strict=True)))
 
     def add(self, place: Place, layer: AdapterLayer) -> None:
         """Take the parts of a layer, under the names of the dialect; refuse what it has none for."""
@@ -270,11 +271,8 @@ class _Writing:
             end = tables()["dialects"][self.to]["ends"].get(part, [""])[0]
             end = end or (part[1:] if part.startswith("=") and is_of_peft else "")
             if not end or f"{key}.{end}" in self.tensors:
-                why = (
-                    "twice"
-                    if end
-                    else f"with {part.lstrip('=')}, which {NAMES[self.to]} files have no name for"
-                )
+                why = f"with {part.lstrip('=')}, which {NAMES[self.to]} files have no name for"
+                why = "twice under one name" if end else why
                 hint = "leave it out: ckpttool convert IN PART.safetensors --exclude KEY"
                 raise Refused(self.path, f"has '{layer.key[:80]}' {why}", hint=hint)
             if part == "magnitude":
@@ -331,13 +329,9 @@ class _Writing:
         those = [layers[at] for at in order]
         first, rank = those[0], those[0].rank
         names = first_few([each.key for each in those])
-        kinds = {
-            (each.rank, each.alpha, each.parts.keys() - SPLIT == set(), "B" in each.parts) for each in those
-        }
-        if kinds != {(rank, first.alpha, True, True)}:
-            what = (
-                f"has {names}, which are one layer in {NAMES[self.to]} files, of other ranks, alphas or kinds"
-            )
+        kinds = {(each.rank, each.alpha, not each.parts.keys() - SPLIT) for each in those if each.rank}
+        if kinds != {(rank, first.alpha, True)} or not all(each.rank for each in those):
+            what = f"has {names}, one layer in {NAMES[self.to]} files, of other ranks, alphas or kinds"
             raise Refused(self.path, what, hint="--to peft or --to diffusers keeps them apart")
         a, b = ([_bits(each.parts[part]) for each in those] for part in "AB")
         count = len(b[0]) // (places[order[0]].rows.end - places[order[0]].rows.begin) * places[0].rows.of
@@ -358,9 +352,7 @@ class _Writing:
                 parts = {p: self._kept(v, first.parts[p].dtype, v.shape) for p, v in joined.items()}
                 wide = len(joined["A"])
                 return replace(first, parts=parts, rank=wide, alpha=first.alpha * (wide // rank))
-        raise Refused(
-            self.path, f"has {names}, which joined to one layer would not come apart the same again"
-        )
+        raise Refused(self.path, f"has {names}, which joined to one would not come apart the same again")
 
     def _in_halves(self, layer: AdapterLayer, name: str) -> AdapterLayer:
         """Return a layer of torchtune's with the rows of q and k as transformers has them."""
@@ -368,23 +360,17 @@ class _Writing:
             return layer
         config, rows = config_of(self.base.path) if self.base else {}, layer.parts["B"].shape[0]
         heads = config.get(IN_PAIRS[name], config.get("num_attention_heads"))
-        if (
-            config.get("model_type") not in OF_META
-            or type(heads) is not int
-            or heads < 1
-            or rows % (2 * heads)
-        ):
+        is_known = config.get("model_type") in OF_META and type(heads) is int and heads > 0
+        if not is_known or rows % (2 * heads):
             what = f"has '{layer.key[:80]}', whose rows torchtune has in pairs, head by head"
             hint = "--base MODEL, a Llama or Mistral with its config.json, says how many heads there are"
             raise Refused(self.path, what, hint=hint)
-        turned = {
-            part: self._kept(
-                _bits(ref).reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2), ref.dtype, ref.shape
-            )
-            for part, ref in layer.parts.items()
-            if part in ("B", "magnitude")
-        }
-        return replace(layer, parts=layer.parts | turned)
+        parts = dict(layer.parts)
+        for part in parts.keys() & {"B", "magnitude"}:
+            ref = parts[part]
+            halves = _bits(ref).reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2)
+            parts[part] = self._kept(halves, ref.dtype, ref.shape)
+        return replace(layer, parts=parts)
 
     def _of_litgpt(self, layer: AdapterLayer, place: Place) -> Iterator[tuple[Place, AdapterLayer]]:
         """Yield q, k and v: B has their rows one after the other, and A those of each."""
@@ -432,7 +418,7 @@ class _Writing:
             ]
         layers = [layer for those in self.layers.values() for layer in those.values() if layer.rank]
         if self.to == "kohya" and layers:
-            rank, alpha = usual_of(layers)
+            rank, alpha = Counter((each.rank, each.alpha) for each in layers).most_common(1)[0][0]
             numbers = {"ss_network_dim": f"{rank}", "ss_network_alpha": f"{alpha:g}"}
             texts = {"ss_network_module": "networks.lora", **self.layout.of, **texts, **numbers}
         return texts, {}
@@ -447,28 +433,21 @@ class _Writing:
         ranks = {name: layer.rank for name, layer in ranked.items()}
         alphas = {name: _plain(layer.alpha) for name, layer in ranked.items()}
         rank, alpha = (Counter(each.values()).most_common(1)[0][0] if each else 8 for each in (ranks, alphas))
-        whole = sorted(
-            name for name, each in layers.items() if any(part.startswith("=") for part in each.parts)
-        )
-        config: dict[str, Any] = {
-            "task_type": None,
-            "base_model_name_or_path": None,
-            "inference_mode": True,
-            "bias": "none",
-        }
-        config |= old | {
-            "peft_type": "LORA",
+        held_parts = {part for each in layers.values() for part in each.parts}
+        whole = sorted(name for name, each in layers.items() if not ({*each.parts} - {*WHOLE_PARTS}))
+        config = {
+            **USUAL,
+            **old,
             "r": rank,
             "lora_alpha": alpha,
             "target_modules": sorted(ranked),
-        }
-        config |= {"rank_pattern": patterns(rank, ranks), "alpha_pattern": patterns(alpha, alphas)}
-        config |= {
+            "rank_pattern": patterns(rank, ranks),
+            "alpha_pattern": patterns(alpha, alphas),
+            "use_dora": "magnitude" in held_parts,
+            "lora_bias": "bias_B" in held_parts,
             "modules_to_save": whole or None,
             "use_rslora": any(each.is_root for each in ranked.values()),
         }
-        for setting, part in (("use_dora", "magnitude"), ("lora_bias", "bias_B")):
-            config[setting] = any(part in each.parts for each in ranked.values())
         read = replace(self.adapter, config=config, numbers=None)
         if read.settings("rank_pattern", "r", ranks) != ranks or (
             read.settings("alpha_pattern", "lora_alpha", alphas) != alphas

@@ -39,7 +39,7 @@ CONTRACT = {
     "finish": READING,
     "disarm": f"{READING} --dry-run --force",
     "merge-lora": WRITING,
-    "adapter": f"{READING} --dry-run --force --to --base --component --alpha",
+    "adapter": f"{READING} --state --dry-run --force --to --base --component --alpha",
     "split": f"{READING} --dry-run --force --ranks --as",
     "diff": f"{READING} --rtol --atol --as-stored --html --part --parts-in",
     "verify": f"{READING} --against --seal --part --parts-in",
