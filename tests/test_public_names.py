@@ -140,8 +140,8 @@ def test_public_classes_document_their_attributes() -> None:
 
 def test_every_command_that_needs_no_terminal_is_a_function() -> None:
     commands = {name.replace("-", "_") for name in group.commands}
-    # in ckpttool.batchnorm and .metrics; of what `plan` returns
-    elsewhere = {"convert_batchnorm", "gather_metrics", "optimizer", "finish"}
+    # in ckpttool.batchnorm and .metrics; of what `plan` returns; `convert_adapter`
+    elsewhere = {"convert_batchnorm", "gather_metrics", "optimizer", "finish", "adapter"}
     of_commands = {"schema", "skill", "explain"}
     assert commands - elsewhere - of_commands <= set(ckpttool.__all__)
 

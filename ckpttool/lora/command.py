@@ -175,7 +175,7 @@ def _adapter_printed() -> Fields:
     "The model, where names may be of several: a checkpoint, or sd15, sdxl, flux, sd3, wan, qwen-image, llm.",
     callback=options.note_base,
 )
-@options.option("--component NAME", "The part of a pipeline: unet, transformer, text_encoder, …")
+@options.option("--component NAME", "The part of a pipeline, as unet, transformer or text_encoder_2.")
 @options.option("--alpha A", "Alpha, where INPUT does not say it (torchtune, litgpt).", type=float)
 @options.state_option
 @options.folder_options

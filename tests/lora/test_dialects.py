@@ -44,6 +44,25 @@ def test_real_names_come_back_with_the_same_bits(name: str, to: str, tmp_path: P
         assert config == json.loads((source / "adapter_config.json").read_text())
 
 
+# Whose layers have the same names in two models, and others in kohya's or ComfyUI's files: attention of
+# transformer_blocks alone (Flux, SD 3, Qwen-Image), and CLIP alone.
+AMBIGUOUS = {"SD 3 of diffusers", "SD 1.5, ComfyUI's CLIP"}
+
+
+def test_a_model_is_known_by_its_names_unless_two_have_them(tmp_path: Path) -> None:
+    refused = set()
+    for name, named in REAL.items():
+        adapter = ckpttool.open_adapter(named.save(tmp_path / name))
+        with adapter.checkpoint:
+            for to in ("kohya", "comfy", "diffusers"):
+                try:
+                    ckpttool.convert_adapter(adapter, to, component=named.component)
+                except Refused as error:
+                    assert "--base and --component say which" in str(error.hint)
+                    refused.add(name)
+    assert refused == AMBIGUOUS
+
+
 # ---- Other programs load the result
 
 
