@@ -29,6 +29,7 @@ ALPHA_OF_LITGPT = re.compile(r"^\s*(lora_\w+):\s*(\S+)\s*$", re.MULTILINE)
 SIGN = re.compile(r"lora_|hada_|lokr_|\.lora\.|_lora\.")  # what a name of a factor has in it
 FACTORS = re.compile(r"[AB]|embedding_|hada_|lokr_")
 OLD = re.compile(r"\.(to_(?:q|k|v|out)_lora)(?=\.(?:down|up)\.weight$)")
+EXCLUDE = "leave it out: ckpttool convert IN PART.safetensors --exclude KEY"
 NAMES = {"kohya": "kohya's", "comfy": "ComfyUI's", "peft": "PEFT's", "diffusers": "diffusers'"}
 
 
@@ -164,7 +165,9 @@ def _layer(path: str, dialect: str, begin: str, key: str) -> AdapterLayer:
     if dialect == "diffusers":
         return AdapterLayer(begin, "", begin)
     known = ", ".join(sorted(tags))
-    raise Unsupported(path, f"holds '{key[:80]}', and {NAMES[dialect]} names begin with {known}", hint=None)
+    raise Unsupported(
+        path, f"holds '{key[:80]}', and {NAMES[dialect]} names begin with {known}", hint=EXCLUDE
+    )
 
 
 def _upright(tensor: TensorRef, dialect: str, part: str) -> TensorRef:
@@ -184,6 +187,7 @@ def _require_whole(found: HeldAdapter, layer: AdapterLayer) -> None:
         left, right = layer.parts[a].shape, layer.parts[b].shape
         inner = layer.parts["mid"].shape[:1] if "mid" in layer.parts else left[:1]
         is_pair = len(left) == len(right) > 1 and right[1] and left[0]
+        is_pair = is_pair and "complex" not in layer.parts[a].dtype.name + layer.parts[b].dtype.name
         if not is_pair or (right[1:2] != inner and (found.dialect != "litgpt" or left[0] % right[1])):
             what = f"has factors of '{layer.key[:80]}' that are no pair: {list(left)} and {list(right)}"
             raise Damaged(found.path, what)

@@ -12,6 +12,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from math import isqrt
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..core.tensors.ref import DTYPES, DType, Storage, TensorRef
 from ..core.words import first_few, noted
 from ..errors import Refused, Unsupported, UsageFault
 from .adapter import IN_PYTHON, PREFIX, Adapter
-from .dialects import METADATA, NAMES, AdapterLayer, HeldAdapter, held
+from .dialects import EXCLUDE, METADATA, NAMES, AdapterLayer, HeldAdapter, held
 from .differences import patterns
 from .layouts import WHOLE, Layout, Place, layouts, tables
 
@@ -273,8 +274,7 @@ class _Writing:
             if not end or f"{key}.{end}" in self.tensors:
                 why = f"with {part.lstrip('=')}, which {NAMES[self.to]} files have no name for"
                 why = "twice under one name" if end else why
-                hint = "leave it out: ckpttool convert IN PART.safetensors --exclude KEY"
-                raise Refused(self.path, f"has '{layer.key[:80]}' {why}", hint=hint)
+                raise Refused(self.path, f"has '{layer.key[:80]}' {why}", hint=EXCLUDE)
             if part == "magnitude":
                 ones = (1,) * (len(layer.parts["A"].shape) - 2)
                 before, after = ((1,) if ones else (), ones) if is_of_peft else ((), (1, *ones))
@@ -329,8 +329,8 @@ class _Writing:
         those = [layers[at] for at in order]
         first, rank = those[0], those[0].rank
         names = first_few([each.key for each in those])
-        kinds = {(each.rank, each.alpha, not each.parts.keys() - SPLIT) for each in those if each.rank}
-        if kinds != {(rank, first.alpha, True)} or not all(each.rank for each in those):
+        kinds = {(each.alpha, *_kind(each, places[at])) for at, each in layers.items()}
+        if len(kinds) > 1 or any(not {"A", "B"} <= each.parts.keys() <= SPLIT for each in those):
             what = f"has {names}, one layer in {NAMES[self.to]} files, of other ranks, alphas or kinds"
             raise Refused(self.path, what, hint="--to peft or --to diffusers keeps them apart")
         a, b = ([_bits(each.parts[part]) for each in those] for part in "AB")
@@ -356,7 +356,7 @@ class _Writing:
 
     def _in_halves(self, layer: AdapterLayer, name: str) -> AdapterLayer:
         """Return a layer of torchtune's with the rows of q and k as transformers has them."""
-        if name not in IN_PAIRS or not layer.rank:
+        if name not in IN_PAIRS or "B" not in layer.parts:
             return layer
         config, rows = config_of(self.base.path) if self.base else {}, layer.parts["B"].shape[0]
         heads = config.get(IN_PAIRS[name], config.get("num_attention_heads"))
@@ -379,8 +379,9 @@ class _Writing:
             f"{place.left.removesuffix('qkv')}{each[5]}_proj" for each in OF_LITGPT if self._trains(each)
         ]
         sizes = [weights[f"{name}.weight"].shape[0] for name in names if f"{name}.weight" in weights]
-        a, b = layer.parts["A"], layer.parts["B"]
-        if len(sizes) < len(names) or sum(sizes) != b.shape[0] or len(names) * layer.rank != a.shape[0]:
+        a, b = (layer.parts.get(part) for part in "AB")
+        is_known = a and b and len(sizes) == len(names) and sum(sizes) == b.shape[0]
+        if not (is_known and a and b) or len(names) * layer.rank != a.shape[0]:
             what = f"has '{layer.key[:80]}', which is q, k and v in one, of sizes that it does not say"
             raise Refused(self.path, what, hint="--base MODEL says them: a checkpoint of transformers' names")
         at = 0
@@ -428,7 +429,7 @@ class _Writing:
         layers, configs = self.layers[component], self.found.configs
         old = {**configs.get(self.layout.tag(component, "diffusers"), configs.get("", {}))}
         if old and all(layer.name == name for name, layer in layers.items()):
-            return old
+            return {"peft_type": "LORA", **old}
         ranked = {name: layer for name, layer in layers.items() if layer.rank}
         ranks = {name: layer.rank for name, layer in ranked.items()}
         alphas = {name: _plain(layer.alpha) for name, layer in ranked.items()}
@@ -456,21 +457,26 @@ class _Writing:
         return config
 
 
+def _kind(layer: AdapterLayer, place: Place) -> Iterator[object]:
+    """Yield what layers that are fused must have in common: types, and sizes for each share of the rows."""
+    for part, tensor in sorted(layer.parts.items()):
+        share = Fraction(tensor.shape[0], place.rows.end - place.rows.begin) if part != "A" else layer.rank
+        yield from (part, tensor.dtype.name, share, tensor.shape[1:]) if part != "alpha" else ()
+
+
 def _plain(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
 def _number_in(dtype: DType, value: float) -> bytes | None:
     """Return the bytes of a number in a type of floats; None where it has no such number."""
-    form, skipped = {"float32": ("<f", 0), "float16": ("<e", 0), "bfloat16": ("<f", 2)}.get(
-        dtype.name, ("<d", 0)
-    )
+    forms = {"float64": "<d", "float32": "<f", "float16": "<e", "bfloat16": "<f"}
     try:
-        raw = struct.pack(form, value)
-    except OverflowError:
+        raw = struct.pack(forms[dtype.name], value)
+    except (KeyError, OverflowError):
         return None
-    is_exact = struct.unpack(form, raw)[0] == value and not any(raw[:skipped])
-    return raw[skipped:] if is_exact and len(raw) - skipped == dtype.itemsize else None
+    rest = raw[: -dtype.itemsize]  # a bfloat16 is the upper half of a float32
+    return raw[len(rest) :] if struct.unpack(forms[dtype.name], raw)[0] == value and not any(rest) else None
 
 
 # ---- The rows and columns of fused layers

@@ -368,6 +368,21 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str, dict[str, Any], str]] = {
         {},
         "no factors that come apart",
     ),
+    "a fused layer of other types": (
+        parts("transformer.single_transformer_blocks.0.attn.to_q")
+        | parts("transformer.single_transformer_blocks.0.attn.to_k", A.half(), B.half()),
+        "kohya",
+        {},
+        "of other ranks, alphas or kinds",
+    ),
+    "a fused layer of other sizes": (
+        parts("transformer.single_transformer_blocks.0.attn.to_q")
+        | parts("transformer.single_transformer_blocks.0.proj_mlp"),
+        "comfy",
+        {},
+        "of other ranks, alphas or kinds",
+    ),
+    "complex numbers": (parts("unet.a", A.to(torch.complex64), B.to(torch.complex64)), "peft", {}, "no pair"),
     "no adapter": ({"a.weight": A}, "kohya", {}, "no factor as a program known here names it"),
 }
 
