@@ -175,5 +175,5 @@ def _items(
         for item, tensors in items.items():
             yield item, tensors, {rank: attributes(of_rank).get(item) for rank, of_rank in files.items()}
     else:
-        hint = "a newer ckpttool may read it: pip install --upgrade ckpttool"
+        hint = "a newer ckpttool may read it; or save it with torch_checkpointing 0.1"
         raise Unsupported(saved.path, f"is of version {str(version)[:20]!r}, and 2.0 is read", hint=hint)
