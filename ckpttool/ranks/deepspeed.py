@@ -21,7 +21,8 @@ from ..core.inert_pickle.values import has_text_keys, remade, tensor_of, walk
 from ..core.tensors.cast import Caster
 from ..core.tensors.ref import DTYPES, TensorRef
 from ..errors import UsageFault
-from . import zero
+from . import deepspeed_parts, tensor_parallel, zero
+from .deepspeed_parts import Parts
 from .merge_trees import merged, same
 from .pieces import RankFile, Take, Wholes, require_rank, whole_of
 from .zero import candidates as candidates
@@ -36,16 +37,61 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
     """Return the files of DeepSpeed's ranks as one checkpoint; None if none is named like theirs."""
     if not any(zero.is_ours(file.path) for file in files):
         return None
-    run = zero.sorted_out(path, files)
-    _require_states_of(path, take.rank, run)
-    wholes = Wholes(path, run.missing, run.world_size, take.rank)
-    tree = _joined(run, wholes) if run.stage else run.facts
-    step = zero.one_step(run, tree.get("optimizer"), take.step)
+    parts = deepspeed_parts.told_apart(path, files)
+    runs = [zero.sorted_out(path, of_part) for of_part in parts.ranked]
+    first, copies = runs[0], runs[0].world_size
+    part, copy = _taken(path, take.rank, parts, runs)
+    world = copies * len(runs)
+    missing = tuple(sorted(parts.rank(n, rank, copies) for n, run in enumerate(runs) for rank in run.missing))
+    wholes = Wholes(path, missing, world, copy)
+    if parts.is_cut:
+        joint = Wholes(
+            path, missing, world, None if part is None else parts.rank(part, 0, copies), left=wholes.left
+        )
+        tree = _of_parts(parts, runs, wholes, joint, take.step)
+        wholes.replicated += joint.replicated
+    else:
+        tree = _joined(first, wholes) if first.stage else first.facts
+    step = zero.one_step(first, tree.get("optimizer"), take.step)
     if take.step is not None and "global_steps" in tree:
         tree = tree | {"global_steps": step}
-    kind, held, replicated = f"{framework(run)} ZeRO-{run.stage}", _held(files, run), tuple(wholes.replicated)
-    ranks = Ranks(kind, run.world_size, "", step, held, replicated, run.missing, run.lacking)
+    kind, held = f"{framework(first)} ZeRO-{first.stage}", _held(files, parts, runs)
+    lacking = tuple(name for run in runs for name in run.lacking)
+    ranks = Ranks(kind, world, parts.kind, step, held, tuple(wholes.replicated), missing, lacking)
     return whole_of(path, NAME, tree, files, ranks, wholes.left)
+
+
+def _of_parts(
+    parts: Parts, runs: Sequence[zero.RunFiles], wholes: Wholes, joint: Wholes, take_step: int | None
+) -> dict[Any, Any]:
+    """Return the contents of a run that cut its model; `joint` compares what its parts share."""
+    first = runs[0]
+    step = zero.one_step(first, None, take_step)
+    for run in runs:
+        if (run.stage, run.world_size) != (first.stage, first.world_size):
+            there = f"{first.first.path}: their ZeRO stages or ranks differ"
+            raise run.first.damaged(f"is of another run than {there}")
+        if (other := zero.one_step(run, None, take_step)) != step:
+            raise run.first.damaged(f"is of step {other}, and {first.first.path} of {step}")
+    slices = []
+    for tensor_part in range(parts.tp):
+        trees = [
+            (parts.rank(number, 0, run.world_size), groups, _tree(sub, wholes))
+            for number, run in enumerate(runs)
+            if number % parts.tp == tensor_part
+            for groups, sub in deepspeed_parts.divided(parts, number, run)
+        ]
+        slices.append(deepspeed_parts.slice_of(parts, tensor_part, runs, trees, joint))
+    numbered = [*parts.optimizers, *([] if first.facts.get("optimizer") is None else ["mp_rank_…"])]
+    if numbered:
+        wholes.left.append(f"the optimizer of {', '.join(numbered[:4])}: it {deepspeed_parts.NUMBERED}")
+    whole = tensor_parallel.whole(parts.path, slices, first.facts, joint)
+    return first.facts | {key: whole[key] for key in ("module", "optimizer")}
+
+
+def _tree(run: zero.RunFiles, wholes: Wholes) -> dict[Any, Any]:
+    """Return the module and the optimizer of a part; without ZeRO the optimizer has no names."""
+    return _joined(run, wholes) if run.stage else {"module": zero.entry(run.first, "module")}
 
 
 def framework(files: zero.RunFiles) -> str:
@@ -53,23 +99,37 @@ def framework(files: zero.RunFiles) -> str:
     return f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
 
 
-def _require_states_of(path: str, take_rank: int | None, files: zero.RunFiles) -> None:
-    """Check that the rank whose buffers are to be taken has any: only in stage 3 each has."""
-    require_rank(path, take_rank, {*files.models, *files.optims})
-    if take_rank is not None and take_rank not in files.models:
-        there = ", ".join(map(str, files.models))
-        what = f"only rank {there} holds model states, and rank {take_rank} parts of the optimizer"
-        raise UsageFault(f"{path}: {what}", hint=f"leave out --take-rank, or take rank {min(files.models)}")
+def _taken(
+    path: str, rank: int | None, parts: Parts, runs: Sequence[zero.RunFiles]
+) -> tuple[int | None, int | None]:
+    """Return the part of the rank whose values are to be taken, and which copy of it; None for no rank."""
+    if rank is None:
+        return None, None
+    copies = runs[0].world_size
+    ranked = {n: {*run.models, *run.optims} for n, run in enumerate(runs)}
+    require_rank(path, rank, (parts.rank(n, copy, copies) for n, held in ranked.items() for copy in held))
+    part, copy = parts.place(rank, copies)
+    if copy not in runs[part].models:  # only in stage 3 each rank has buffers
+        holding = [parts.rank(part, each, copies) for each in runs[part].models]
+        there = f"only rank {', '.join(map(str, holding))} holds model states"
+        what = f"{there}, and rank {rank} parts of the optimizer"
+        raise UsageFault(f"{path}: {what}", hint=f"leave out --take-rank, or take rank {min(holding)}")
+    return part, copy
 
 
-def _held(files: Sequence[Checkpoint], run: zero.RunFiles) -> dict[int, int]:
-    """Return how many bytes of tensors each rank's files have."""
-    ranks = {id(file.source): rank for kind in (run.models, run.optims) for rank, file in kind.items()}
+def _held(files: Sequence[Checkpoint], parts: Parts, runs: Sequence[zero.RunFiles]) -> dict[int, int]:
+    """Return how many bytes of tensors each rank's files have; rank 0 those of layers and experts."""
+    ranks = {
+        id(file.source): parts.rank(number, rank, run.world_size)
+        for number, run in enumerate(runs)
+        for kind in (run.models, run.optims)
+        for rank, file in kind.items()
+    }
     nbytes = dict.fromkeys(sorted(set(ranks.values())), 0)
     for file in files:
         tensors = (value for value in walk(file.tree) if isinstance(value, TensorRef))
         storages = {id(tensor.storage): tensor.storage.nbytes for tensor in tensors}
-        nbytes[ranks[id(file.source)]] += sum(storages.values())
+        nbytes[ranks.get(id(file.source), min(nbytes))] += sum(storages.values())
     return nbytes
 
 

@@ -32,7 +32,7 @@ TAG = re.compile(r"global_step(\d{1,15})")
 
 OF_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
 OF_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states")
-OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+-model_\d+)[-_]?(?:model|optim)_states\.pt")
+OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+(?:-model_\d+)?)[-_]?(?:model|optim)_states\.pt")
 
 MAX_RANKS = 1 << 16
 
@@ -153,17 +153,18 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
     if not is_ours(file.path):
         raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
-    if layer := re.match(r"layer_(\d{1,7})-model_(\d{1,7})", name):
-        what = f"is layer {int(layer[1])} of a pipeline, part {int(layer[2])} of it"
-        what += ": no file says what the model calls its layers"
-        raise Unsupported(file.path, what, hint=TO_UNIVERSAL)
     of_model = OF_MODEL.fullmatch(name)
     named = of_model or OF_OPTIMIZER.fullmatch(name)
-    if named is None or int(named["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
-        cut = "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how"
-        raise Unsupported(file.path, cut, hint=TO_UNIVERSAL)
+    if named is None:
+        what = "has a name that is none of a model's or an optimizer's states: no file says what it is of"
+        raise Unsupported(file.path, what, hint=TO_UNIVERSAL)
     _check_not_renamed(file, name)
     return named, of_model is not None
+
+
+def part_of(file: Checkpoint) -> int:
+    """Return the number of the part of the model that a file is of."""
+    return int(_named(file)[0]["mp"])
 
 
 def _check_not_renamed(file: Checkpoint, name: str) -> None:
@@ -203,9 +204,9 @@ def _world_size(path: str, tree: Mapping[Any, Any], is_model: bool) -> int:
     counts: list[Any] = stated if isinstance(stated, list) and stated else [stated]
     if any(type(count) is not int or not 0 < count <= MAX_RANKS for count in counts):
         raise Damaged(path, f"does not say how many ranks there were ('{name}')")
-    if any(count != counts[0] for count in counts):
-        raise Unsupported(path, "cuts its parameter groups over different numbers of ranks, as experts are")
-    return int(counts[0])
+    if any(max(counts) % count for count in counts):
+        raise Unsupported(path, "cuts its parameter groups over numbers of ranks that no experts divide")
+    return int(max(counts))
 
 
 def zero_settings(file: RankFile) -> Mapping[str, Any]:
