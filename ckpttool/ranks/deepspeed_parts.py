@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.checkpoint.checkpoint import HINT, Checkpoint
+from ..core.checkpoint.dotted_names import dotted
 from ..core.checkpoint.optimizer_view import GROUPS, of_names
 from ..core.checkpoint.special_tensors import attributes
 from ..core.inert_pickle.values import tensor_of
@@ -78,7 +80,7 @@ class Parts:
     def kind(self) -> str:
         """What cut the model, in words."""
         stages = len(self.ranked) // self.tp
-        cuts = {"experts": bool(self.experts), f"pipeline {stages}": bool(self.layers)}
+        cuts = {"experts": bool(self.experts), f"pipeline {stages}": stages > 1 or bool(self.layers)}
         return " x ".join(word for word, is_so in {**cuts, f"tp {self.tp}": self.tp > 1}.items() if is_so)
 
 
@@ -95,27 +97,40 @@ def told_apart(path: str, files: Sequence[Checkpoint]) -> Parts:
             parts.optimizers.append(name)
         else:
             by_part.setdefault(zero.part_of(file), []).append(file)
-    if not by_part:
+    models = {part: file for part, each in by_part.items() for file in each if _has_model(file)}
+    if not models:
         raise Damaged(path, zero.NO_MODELS, hint=HINT)
-    facts: Any = next(
-        (file.tree for file in by_part[min(by_part)] if zero.OF_MODEL.fullmatch(_stem(file))), {}
-    )
-    stated = attributes(attributes(facts).get("checkpoint_parallel_dimensions"))
-    size = attributes(facts).get("mp_world_size", 1)
-    tp = 1 + max(part for part, _ in parts.layers) if parts.layers else stated.get("tp_degree", size)
-    if type(size) is not int or type(tp) is not int or not 0 < tp <= size < MAX_RANKS or size % tp:
-        raise Damaged(path, f"does not say into how many parts its model was cut ({size!r})"[:200])
+    if parts.optimizers and not parts.experts:
+        whose = f", as {parts.optimizers[0]} is of experts"
+        raise _lacks(path, "layer_L_expert_E_mp_rank_XX_model_states.pt", whose)
+    size, parts.tp = _counts(models[min(models)], parts)
     for part in range(size):
-        if not any(zero.OF_MODEL.fullmatch(_stem(file)) for file in by_part.get(part, ())):
+        if part not in models:
             raise _lacks(path, f"mp_rank_{part:02}_model_states.pt")
     if extra := next((each for part, each in by_part.items() if part >= size), None):
-        raise Damaged(
-            extra[0].path, f"is of part {zero.part_of(extra[0])}, and the run has {size}", hint=HINT
-        )
-    parts.tp, parts.ranked = tp, [by_part[part] for part in range(size)]
+        what = f"is of part {zero.part_of(extra[0])} of the model, and the run cut it into {size}"
+        raise Damaged(extra[0].path, what, hint=HINT)
+    parts.ranked = [by_part[part] for part in range(size)]
     if parts.layers:
         parts.ranked = [[*map(_with_module, each)] for each in parts.ranked]
     return parts
+
+
+def _counts(file: Checkpoint, parts: Parts) -> tuple[int, int]:
+    """Return into how many parts the model was cut, and into how many a stage, as its states say."""
+    facts = zero.contents(file)
+    if facts.get("ds_autoep_layers") or facts.get("autoep_layers"):
+        what = "has layers whose experts AutoEP fused ('ds_autoep_layers'), each rank's in one tensor"
+        raise Unsupported(file.path, what, hint=zero.TO_UNIVERSAL)
+    stated = attributes(facts.get("checkpoint_parallel_dimensions"))
+    size: Any = facts.get("mp_world_size") or 1
+    told = 1 + max(part for part, _ in parts.layers) if parts.layers else size
+    tp = stated.get("tp_degree", told)
+    is_so = type(size) is int and type(tp) is int and 0 < tp <= size < MAX_RANKS
+    if not is_so or size % tp or (parts.layers and told != tp):
+        what = "says that its model was cut into other parts than there are files of ('mp_world_size')"
+        raise Damaged(file.path, what, hint=HINT)
+    return size, tp
 
 
 def _put(found: dict[Any, Checkpoint], key: object, file: Checkpoint) -> None:
@@ -127,6 +142,10 @@ def _stem(file: Checkpoint) -> str:
     return os.path.basename(file.path).removesuffix(".pt")
 
 
+def _has_model(file: Checkpoint) -> bool:
+    return zero.OF_MODEL.fullmatch(_stem(file)) is not None
+
+
 def _lacks(path: str, name: str, whose: str = "") -> Damaged:
     return Damaged(path, f"has no {name}{whose}", hint="copy the files of all ranks once more")
 
@@ -134,7 +153,10 @@ def _lacks(path: str, name: str, whose: str = "") -> Damaged:
 def _with_module(file: Checkpoint) -> Checkpoint:
     """Return a stage's model states with a module: its layers lie in files of their own."""
     tree = zero.contents(file)
-    return replace(file, tree={**tree, "module": {}}) if tree.get("module", ()) is None else file
+    if tree.get("module") is not None:
+        what = "holds a module, and files beside it are the layers of a pipeline, as of another run"
+        raise Damaged(file.path, what, hint="take the files of the other run out of the folder")
+    return replace(file, tree={**tree, "module": {}}) if _has_model(file) else file
 
 
 # Experts: groups that are cut over fewer ranks.
@@ -166,11 +188,10 @@ def divided(parts: Parts, part: int, run: zero.RunFiles) -> Iterator[tuple[tuple
             yield groups, _of_groups(run, groups, team, first)
 
 
-def _counted(parts: Parts, part: int) -> dict[str, int]:
+def _counted(parts: Parts, part: int) -> Counter[str]:
     """Return how many experts each layer has, by the name before their numbers."""
-    found = [match[1] for name in experts_of(parts, part) if (match := NUMBER.fullmatch(name))]
-    numbers = {(match[1], match[2]) for name in experts_of(parts, part) if (match := NUMBER.fullmatch(name))}
-    return {prefix: sum(prefix == each for each, _ in numbers) for prefix in dict.fromkeys(found)}
+    matches = map(NUMBER.fullmatch, experts_of(parts, part))
+    return Counter(prefix for prefix, _ in {(match[1], match[2]) for match in matches if match})
 
 
 def _renamed(name: str, first: Mapping[str, int]) -> str:
@@ -237,13 +258,14 @@ def experts_of(parts: Parts, part: int) -> dict[str, Any]:
 def require_experts(parts: Parts, part: int, facts: Mapping[Any, Any]) -> None:
     """Check that each expert that the model states count has its file."""
     there = {(layer, expert) for mp, layer, expert in parts.experts if mp == part}
-    counts = facts.get("num_experts")
-    known = enumerate(counts if isinstance(counts, list) and there else ())
-    wanted = {(layer, e) for layer, n in known if type(n) is int and 0 < n < MAX_RANKS for e in range(n)}
-    last = {layer: max(e for at, e in there if at == layer) for layer, _ in there}
-    wanted |= {(layer, e) for layer, end in last.items() for e in range(end)}
-    for layer, expert in sorted(wanted - there)[:1]:
-        raise _lacks(parts.path, f"layer_{layer}_expert_{expert}_mp_rank_{part:02}_model_states.pt")
+    counts: Any = facts.get("num_experts")
+    stated = dict(enumerate(counts if isinstance(counts, list) and there else ()))
+    for layer in sorted({*stated, *(layer for layer, _ in there)}):
+        last = max((expert for at, expert in there if at == layer), default=-1)
+        count = stated.get(layer)
+        for expert in range(max(last + 1, count if type(count) is int else 0)):
+            if (layer, expert) not in there:
+                raise _lacks(parts.path, f"layer_{layer}_expert_{expert}_mp_rank_{part:02}_model_states.pt")
 
 
 # A pipeline: its layers, and what its stages share.
@@ -316,7 +338,7 @@ def united(wholes: Wholes, trees: Sequence[tuple[int, Sequence[int], Mapping[Any
             listed += [name for name in group["params"] if name not in listed]
     module, state = {}, dict[str, Values]()
     for (name, *keys), values in held.items():
-        whole = shared(wholes, ".".join((name, *keys)), values)
+        whole = shared(wholes, place_of(name, *keys), values)
         if keys:
             state.setdefault(name, {})[keys[0]] = whole
         else:
@@ -324,6 +346,11 @@ def united(wholes: Wholes, trees: Sequence[tuple[int, Sequence[int], Mapping[Any
     ordered = sorted(groups, key=lambda group: group[0])
     optimizer = of_names(state, [{**settings, "params": listed} for _, settings, listed in ordered])
     return {"module": module, "optimizer": optimizer if groups else None}
+
+
+def place_of(name: str, *keys: str) -> str:
+    """Return the dotted name of a parameter, or of a part of its optimizer's state."""
+    return dotted((*(("optimizer", "state") if keys else ("module",)), *map(str, (name, *keys))))
 
 
 def shared(wholes: Wholes, name: str, held: Sequence[tuple[int, Any]]) -> Any:
@@ -346,7 +373,8 @@ def slice_of(
     """Return the module and the optimizer of one tensor-parallel part, of all stages."""
     tree = united(wholes, trees)
     stages = range(tensor_part, len(runs), parts.tp)
-    buffers = {name for number in stages for name in runs[number].facts.get("buffer_names") or ()}
+    listed = [runs[number].facts.get("buffer_names") for number in stages]
+    buffers = {name for names in listed if isinstance(names, list) for name in names if isinstance(name, str)}
     states = layers_of(parts, tensor_part, tree["module"], wholes.left)
     for number in stages:
         require_experts(parts, number, runs[number].facts)

@@ -19,7 +19,7 @@ from ..core.inert_pickle.values import tensor_of
 from ..core.tensors.ref import TensorRef
 from ..errors import Damaged, Unsupported
 from . import zero
-from .deepspeed_parts import Values, shared
+from .deepspeed_parts import Values, place_of, shared
 from .pieces import MAX_RANKS, RankPiece, Wholes
 
 INFO = "universal_checkpoint_info"
@@ -56,13 +56,15 @@ def whole(path: str, slices: Sequence[Values], facts: Mapping[Any, Any], wholes:
         tensors = [tensor for value in values if (tensor := tensor_of(value)) is not None]
         is_cut = name not in first["buffers"] and len(tensors) == len(values) and bool(tensors[0].shape)
         cuts = rules.of(name, tensors) if is_cut else None
-        module[name] = _joined(wholes, name, values, cuts)
+        module[name] = _joined(wholes, place_of(name), values, cuts)
         for key in attributes(first["optimizer"]).get("state", {}).get(name, ()):
             kept = [each["optimizer"]["state"].get(name, {}).get(key) for each in slices]
             if any(value is None for value in kept):
                 raise Damaged(path, f"has '{name[:80]}.{key}' in some tensor-parallel parts alone", hint=HINT)
             alike = [getattr(tensor_of(value), "shape", ()) for value in kept] == [t.shape for t in tensors]
-            state.setdefault(name, {})[key] = _joined(wholes, f"{name}.{key}", kept, cuts if alike else None)
+            state.setdefault(name, {})[key] = _joined(
+                wholes, place_of(name, key), kept, cuts if alike else None
+            )
     return {"module": module, "optimizer": first["optimizer"] and {**first["optimizer"], "state": state}}
 
 

@@ -168,10 +168,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _tensor(file: Checkpoint, shape: tuple[int, ...] | None) -> TensorRef:
     """Return the tensor in a file; a flat one of stage 3 gets its shape back."""
     content = file.tree
-    tensor = tensor_of(content["param"] if isinstance(content, dict) and "param" in content else content)
+    is_joined = isinstance(content, dict) and "param" in content  # of tensor-parallel parts, in its own shape
+    tensor = tensor_of(content["param"] if is_joined else content)
     if tensor is None:
         raise Damaged(file.path, "has no tensor, as the files of a universal checkpoint do", hint=HINT)
-    if shape is None or tensor.shape == shape:
+    if shape is None or is_joined or tensor.shape == shape:
         return zero.alone(tensor)
     if len(tensor.shape) != 1 or tensor.numel != count_of(shape) or not tensor.is_stretch:
         what = f"has shape {list(tensor.shape)}, and the parameter {list(shape)}"

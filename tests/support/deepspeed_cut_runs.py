@@ -192,7 +192,7 @@ def train(case: Case, rank: int, out: Path) -> None:
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
     for number in range(1, STEPS + 1):
-        words = batch(number, rank % copies)
+        words = batch(number, rank // 2 if case.kind == "tensor" else rank % copies)
         if case.kind == "pipeline":
             engine.train_batch(iter([(words, words)]))
             continue

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.core.files.digest import digest
 from ckpttool.core.tensors.values import live_tensors
-from ckpttool.errors import CkptToolError, RanksDiffer, Unreadable, Unsupported, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unreadable, Unsupported, UsageFault
 from ckpttool.ranks.zero import Layout, given_order, parameters_cut, vectors_cut
 from tests.ranks.forked import WarmPython
 from tests.support import deepspeed_runs, universal_runs
@@ -459,14 +459,20 @@ def test_a_file_of_another_run_is_refused(name: str, other: str, said: str, run:
         refused(folder)
 
 
-OF_EXPERTS = ["layer_0_expert_1_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"]
+OF_OTHERS = [
+    ("mp_rank_01_model_states.pt", "was saved as 'mp_rank_00_model_states.pt'"),
+    ("layer_0_expert_1_mp_rank_00_model_states.pt", "has no layer_0_expert_0_mp_rank_00"),
+    ("expp_rank_0_mp_rank_00_optim_states.pt", "has no layer_L_expert_E_mp_rank_XX"),
+    ("layer_00-model_states.pt", "the layers of a pipeline, as of another run"),
+    ("own_mp_rank_00_model_states.pt", "has a name that is none of"),
+]
 
 
-@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", *OF_EXPERTS])
-def test_a_model_that_was_cut_itself_is_refused(name: str, run: Run) -> None:
+@pytest.mark.parametrize(("name", "said"), OF_OTHERS)
+def test_a_file_of_another_part_of_the_model_is_refused(name: str, said: str, run: Run) -> None:
     folder = run("zero2-bf16")
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / name)
-    refused(folder, "cut the model itself", Unsupported)
+    refused(folder, said, (Damaged, Unsupported))
 
 
 # Damage
@@ -800,14 +806,6 @@ def test_a_model_that_was_cut_is_whole(universal: Run) -> None:
     found = opened_universal(folder)
     assert digest(found.state("module").tensors) == digest(whole)
     assert found.tree["optimizer"]["state"]["body.weight"].keys() == {"exp_avg", "exp_avg_sq", "step"}
-
-
-def test_layers_of_a_pipeline_are_named_as_what_they_are(tmp_path: Path, cli: Cli) -> None:
-    for layer in ("00", "03"):
-        torch.save({"weight": torch.zeros(2)}, tmp_path / f"layer_{layer}-model_00-model_states.pt")
-    torch.save({"module": None, "dp_world_size": 1}, tmp_path / "mp_rank_00_model_states.pt")
-    refused(tmp_path, r"layer_00-model_00.*: is layer 0 of a pipeline, part 0 of it", Unsupported)
-    assert "ds_to_universal.py" in cli("merge", tmp_path, tmp_path / "out.pt").err
 
 
 # The places of parameters in ZeRO's vectors: cut as DeepSpeed cuts them, put together again.

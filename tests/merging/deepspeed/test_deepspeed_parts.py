@@ -127,7 +127,6 @@ MISSING = [
     ("pipeline-zero1", "layer_04-model_states.pt"),
     ("pipeline-zero1", "mp_rank_01_model_states.pt"),
     ("tensor-zero1", "mp_rank_01_model_states.pt"),
-    ("tensor-zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
     ("experts-zero2-bf16", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"),
     ("pipeline-bf16", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"),
 ]
@@ -139,6 +138,13 @@ def test_a_missing_file_is_named(name: str, file: str, run: Run, tmp_path: Path,
     (folder / file).unlink()
     ran = cli("merge", folder, tmp_path / "out.pt")
     assert_says(ran, 3, file)
+
+
+def test_a_rank_without_a_file_is_named(run: Run, tmp_path: Path, cli: Cli) -> None:
+    folder = run("tensor-zero3")
+    (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    assert_says(cli("merge", folder, tmp_path / "out.pt"), 3, "rank 2 of 4 is missing")
+    assert "rank 2" in cli("inspect", folder).out
 
 
 def test_parts_of_two_steps_are_refused(run: Run) -> None:
@@ -158,7 +164,7 @@ def test_a_tied_embedding_is_compared_between_the_stages(run: Run, tmp_path: Pat
     folder, groups = run("pipeline-zero1"), "single_partition_of_fp32_groups"
     file = folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
     wanted = found_in(folder)
-    changed(file, lambda tree: tree["optimizer_state_dict"][groups][0][:1].add_(1))
+    changed(file, lambda tree: tree["optimizer_state_dict"][groups][0].data[:1].add_(1))
     assert_says(cli("merge", folder, tmp_path / "out.pt"), 1, "tied_modules.embed.weight", "--take-rank")
     with pytest.raises(RanksDiffer):
         found_in(folder)
@@ -186,7 +192,7 @@ def test_another_number_of_parts_or_ranks_is_refused(run: Run) -> None:
     refused(folder, "was written by one of")
     folder = run("tensor-zero1")
     changed(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(mp_world_size=1))
-    refused(folder, "part 1 of the model, and the run cut it into|into how many parts")
+    refused(folder, "part 1 of the model, and the run cut it into|cut into other parts")
 
 
 def test_an_expert_under_another_s_name_is_refused(run: Run) -> None:
@@ -215,7 +221,7 @@ def test_what_no_file_says_is_refused(run: Run, tmp_path: Path, cli: Cli) -> Non
     folder = run("tensor-zero1")
     for file in folder.glob("mp_rank_0?_model_states.pt"):
         changed(file, lambda tree: tree.pop("universal_checkpoint_info"))
-    refused(folder, "cut 'embed.weight' over 2 tensor-parallel parts, and no file says how", Unsupported)
+    refused(folder, "cut 'embed.weight' over 2 tensor-parallel parts: no file says how", Unsupported)
     assert_says(cli("merge", folder, tmp_path / "out.pt"), 3, "universal_checkpoint_info")
 
 
