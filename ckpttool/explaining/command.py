@@ -14,7 +14,6 @@ from ..core.cli import options
 from ..core.cli.console import Console, counted, printable
 from ..core.cli.reading import fields_of
 from ..core.cli.schemas import Fields, fields_like
-from ..core.remote.urls import is_url
 from ..core.words import in_short
 from ..errors import UsageFault
 
@@ -74,6 +73,8 @@ def explain(console: Console, files: tuple[str, ...]) -> int:
 
 def _require_files(paths: Sequence[str]) -> None:
     """Refuse a message in the place of a file."""
+    from ..core.remote.urls import is_url
+
     for path in paths:
         if re.search(r"\s", path) and not is_url(path) and not os.path.lexists(path):
             hint = "an error itself is read from stdin: echo 'TEXT' | ckpttool explain"

@@ -16,7 +16,6 @@ from ..core.cli.schemas import Fields, fields_like
 from ..core.words import counted, number, printable
 from ..errors import SeveralCheckpoints, Unreadable
 from ..rooms import find
-from .folder_page import fitted, run_page, versions_page
 
 if TYPE_CHECKING:
     from .other_contents import OtherRow
@@ -139,6 +138,7 @@ def inspect(
 def _of_versions(folder: str) -> Answer | None:
     """Return the table of the versions in a folder; None if none of them is a delta of another program."""
     from ..core.remote.places import is_folder
+    from .folder_page import versions_page
 
     versions: Any = find("deltas.versions")
     found = versions.in_folder(folder) if versions and is_folder(folder) else []
@@ -150,6 +150,7 @@ def _of_versions(folder: str) -> Answer | None:
 
 def _of_run(folder: str) -> Answer | None:
     """Return the table of the checkpoints in a run's folder; None if none of them can be read."""
+    from .folder_page import run_page
     from .tables import checkpoint_rows
 
     rows = checkpoint_rows(folder)
@@ -198,6 +199,8 @@ def tensor_lines(
     rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
 ) -> Iterator[str]:
     """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
+    from .folder_page import fitted
+
     cells: list[Sequence[str]] = []
     for row in rows:
         tensor = (printable(row.name), row.type, row.sizes, str(row.nbytes), printable(row.shared_with or ""))
@@ -214,6 +217,7 @@ def stats_table(
 ) -> Iterator[str]:
     """Yield a table of statistics with one line per tensor."""
     from ..core.checkpoint.module_tree import shape_in_words
+    from .folder_page import fitted
 
     cells: list[Sequence[str]] = [STATS]
     for row in rows:

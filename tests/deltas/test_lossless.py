@@ -310,10 +310,10 @@ def test_nor_may_a_storage_that_views_show(
     ckpttool.delta(*names, "d.safetensors", layout=layout, verify=False)
 
 
-def test_a_patch_refuses_a_type_that_safetensors_lacks_by_name(here: Path) -> None:
+def test_a_patch_refuses_a_type_that_it_lacks_by_name(here: Path) -> None:
     for name in ("base.pt", "new.pt"):
         torch.save({"w": torch.rand(3, dtype=torch.complex128)}, name)
-    with pytest.raises(Refused, match=r"new\.pt: 'w' is complex128, a type that safetensors lacks"):
+    with pytest.raises(Refused, match=r"new\.pt: 'w' is complex128, a type that such patches lack"):
         ckpttool.delta("base.pt", "new.pt", "d.safetensors", layout="vllm")
 
 

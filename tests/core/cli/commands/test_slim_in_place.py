@@ -17,6 +17,7 @@ import ckpttool
 from ckpttool.core.formats import saving
 from ckpttool.errors import FileError, NothingToDo, UsageFault
 from ckpttool.slimming import slimming
+from tests.support.sparse_updates import trl
 
 RUN = "run"
 
@@ -200,10 +201,7 @@ def test_a_delta_that_no_training_goes_on_from_is_not_the_newest(run, here, lost
         ckpttool.delta(run / "step-8.pt", run / "step-9.pt", run / "step-9.delta.safetensors")
         (run / "step-8.pt").unlink(), (run / "step-9.pt").unlink()
     else:
-        save_file(older, here / "a.safetensors"), save_file(newer, here / "b.safetensors")
-        ckpttool.delta(
-            here / "a.safetensors", here / "b.safetensors", run / "step_000009.safetensors", layout="trl"
-        )
+        trl(run / "step_000009.safetensors", 9, older, newer)
     found = slimming.slim_in_place(RUN, keep_newest=1, dry_run=True)
     assert "is the newest" in {why for name, why in reasons(found).items() if name.endswith(".pt")}
     assert len(found.slimmed) == 3
@@ -214,13 +212,11 @@ def test_anchors_stay_beside_deltas_of_any_series(run, here, place):
     older, newer = ({"w": torch.full((5,), value).bfloat16()} for value in (1.0, 2.0))
     save_file(older, here / "a.safetensors"), save_file(newer, here / "b.safetensors")
     (run / place).parent.mkdir(exist_ok=True)
-    layout = {"d": "trl", "v": "weight-v", "delta-00000004": "skyrl"}
-    ckpttool.delta(
-        here / "a.safetensors",
-        here / "b.safetensors",
-        run / place,
-        layout=layout.get(place, layout.get(place[0])),
-    )
+    if place.endswith(".safetensors"):
+        trl(run / place, 4, older, newer)
+    else:
+        layout = "weight-v" if place.startswith("v") else "skyrl"
+        ckpttool.delta(here / "a.safetensors", here / "b.safetensors", run / place, layout=layout)
     write(run, "weight_v000001.pt", 1)
     with pytest.raises(NothingToDo):
         slimming.slim_in_place(RUN, keep_newest=1, keep_anchors=True, dry_run=True)
