@@ -442,11 +442,8 @@ NINE = "'0' has 9 outputs in the file and 5 in the model"
 BEYOND: dict[str, tuple[str, Callable[[], Any], str, str]] = {
     "another architecture": ("net", lambda: state_of(made("tied")), "architecture", "of the model's 9 names"),
     "layers that are missing": ("net", headless, "missing", "lacks 2 of the model's names"),
-    "weights kept as length and direction": (
-        *("linear", lambda: state_of(made("weight_normed")), "weight-norm", "remove_parametrizations"),
-    ),
     "an adapter": ("net", lambda: LORA, "adapter", "merge-lora"),
-    "a model with an adapter inside": ("net", partial(adapted, inside=True), "adapter", "merge_and_unload"),
+    "a model with an adapter inside": ("net", partial(adapted, inside=True), "adapter", "--fold lora"),
     "a model and an adapter": ("net", partial(adapted, inside=False), "adapter", "merge-lora"),
     "a head that the factory can't make": ("convolved", wide_head, "head", NINE),
     "flat parameters of FSDP": (
