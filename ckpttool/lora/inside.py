@@ -136,7 +136,7 @@ def take_apart(
         base, _ = rename_keys(base, RULES, state=target.where)
     tensors = {own: target.tensors[key] for own, key in inside.keys[name].items()}
     held = replace(checkpoint, tree=OrderedDict_(tensors), opened=(), full=False, metadata={"format": "pt"})
-    place, said = _settings_beside(checkpoint, name)
+    place, said = _settings_beside(checkpoint, name, is_alone=len(inside.keys) == 1)
     bare = Adapter(held, said, said_in=os.path.basename(place) or CONFIG)
     config = _config(bare, inside.whole.get(name, set()), alpha)
     return base, replace(bare, config=config), tuple(each for each in inside.keys if each != name)
@@ -184,9 +184,12 @@ def _require_known(path: str, keys: list[str], wrapped: frozenset[str]) -> None:
             raise Unsupported(path, what, hint="merge it in Python: merge_and_unload()")
 
 
-def _settings_beside(checkpoint: Checkpoint, name: str) -> tuple[str, dict[str, Any]]:
-    own = [f"{name}/{CONFIG}"] if name not in ("", "default") else []
-    return settings_beside(checkpoint.source.place, *own, CONFIG, META, f"lora_adapter/{CONFIG}")
+def _settings_beside(checkpoint: Checkpoint, name: str, *, is_alone: bool) -> tuple[str, dict[str, Any]]:
+    """Return the settings of an adapter. Of several, only the default one's lie in the folder itself."""
+    is_usual = name in ("", "default")
+    names = [] if is_usual else [f"{name}/{CONFIG}"]
+    names += [CONFIG, META, f"lora_adapter/{CONFIG}"] if is_usual or is_alone else []
+    return settings_beside(checkpoint.source.place, *names)
 
 
 def _config(adapter: Adapter, whole: set[str], alpha: float | None) -> dict[str, Any]:

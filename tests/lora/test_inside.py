@@ -178,6 +178,10 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], dict[str, Any], type[CkptToolE
     "which of two": (
         {**live(), **live("other", "second")}, {}, {"alpha": 1.0}, Refused, "adapters 'default', 'second'"
     ),
+    "the alpha of another adapter": (
+        {**live(), **live(adapter="second")}, {"adapter_config": ALPHA}, {"adapter": "second"},
+        Refused, "does not say the alpha",
+    ),
     "a part of another kind": (
         live() | {"base_model.model.fc.vera_lambda_b.default": B}, {}, {"alpha": 1.0},
         Unsupported, "vera_lambda_b.default', which is no part of an adapter",
