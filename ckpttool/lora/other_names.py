@@ -102,9 +102,10 @@ def in_peft_names(adapter: Adapter, names: Collection[str]) -> Adapter:
         for layer, module in _found(path, component, those, modules):
             if (other := taken.setdefault(module, layer.key)) != layer.key:
                 raise Refused(path, f"'{other[:80]}' and '{layer.key[:80]}' are both for '{module[:80]}'")
-            if (products := products_of(of_weight(layer.factors))) is None:
+            parts = _upright(path, layer)
+            if (products := products_of(of_weight(parts))) is None:
                 raise Damaged(path, f"has only one of the two factors of '{layer.key[:80]}'")
-            tensors |= {f"{PREFIX}{module}.{one}": ref for one, ref in _upright(path, layer).items()}
+            tensors |= {f"{PREFIX}{module}.{one}": ref for one, ref in parts.items()}
             ranks = {rank for each in products for rank in each.ranks}
             if ranks == {0} and all(part.shape for part in layer.factors.values()):
                 raise Damaged(path, f"'{layer.key[:80]}' has factors of rank 0")
@@ -134,6 +135,10 @@ def _take_settings(adapter: Adapter, layers: Iterable[_Layer]) -> None:
         those = {layer.names[0]: layer for layer in layers if layer.component == component}
         ranks = of_peft.settings("rank_pattern", "r", those)
         for name, alpha in of_peft.settings("alpha_pattern", "lora_alpha", those).items():
+            held = those[name].factors.get("lora_A")
+            if held is not None and held.shape[:1] != (ranks[name],):
+                said = f"is of rank {ranks[name]} by the settings in the header, and not by its factors"
+                raise Damaged(adapter.checkpoint.path, f"'{those[name].key[:80]}' {said}")
             those[name].said = alpha * (sqrt(ranks[name]) if config.get("use_rslora") else 1)
 
 

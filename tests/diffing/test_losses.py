@@ -18,7 +18,8 @@ import ckpttool
 from ckpttool.diffing import losses
 from ckpttool.diffing.compare import diff
 from ckpttool.diffing.compare_values import Change, Comparison
-from ckpttool.numbers.quantize import dequantize, quantize
+from ckpttool.numbers.dequantize import dequantize
+from ckpttool.numbers.quantize import quantize
 from tests.support.other_files import F32, Q8_0, Tensor, gguf_file
 from tests.support.quantised import packed_words, plain, written
 from tests.support.range_server import RangeServer
