@@ -62,7 +62,10 @@ def _quantized_printed() -> Fields:
         "relative": (float, "its root"),
         "max_abs": (float, "the largest error of an element"),
     }
-    return {**fields_like(Quantized), "errors": ([error], "with --quantize: of each tensor, the worst first")}
+    return {
+        **fields_like(Quantized),
+        "errors": ([error], "with --quantize: of each tensor that this process wrote, the worst first"),
+    }
 
 
 @options.adds_to("convert", behind="metadata", when="last", prints=_quantized_printed)
@@ -88,13 +91,18 @@ def convert_quantize(conversion: Conversion, quantize: str | None) -> None:
 
 
 def _say_errors(conversion: Conversion, report: Quantized) -> None:
-    rows = sorted(report.errors.items(), key=lambda row: -row[1].nmse)
+    known = [row for row in report.errors.items() if row[1].is_known]
+    rows = sorted(known, key=lambda row: -row[1].nmse)
     said = [
         f"{name}: error {each.relative:.2%} of its size (NMSE {each.nmse:.3g}), {each.largest:.3g} at most"
         for name, each in rows
     ]
     outcome = conversion.outcome
-    outcome.notes += said if conversion.job.console.verbose else [f"largest error: {said[0]}"]
+    outcome.notes += said if conversion.job.console.verbose else [f"largest error: {row}" for row in said[:1]]
+    if others := len(report.errors) - len(known):
+        outcome.notes.append(
+            f"another process wrote {counted(others, 'tensor')}: the errors are not known here"
+        )
     errors = [
         {"name": name, "nmse": each.nmse, "relative": each.relative, "max_abs": each.largest}
         for name, each in rows

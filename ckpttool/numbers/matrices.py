@@ -36,10 +36,17 @@ PIECE = 1 << 17  # elements worked on at a time
 class Error:
     """How far a tensor's numbers are from their codes'; complete once the codes are written."""
 
+    elements: int  # of the tensor
     largest: float = 0.0
+    _noted: int = 0
     _squares: float = 0.0
     _of: float = 0.0
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all of the tensor was seen here: another part may have written it, or an earlier run."""
+        return self._noted >= self.elements
 
     @property
     def nmse(self) -> float:
@@ -57,6 +64,7 @@ class Error:
         squares, of = (float(np.square(each, dtype="<f8").sum()) for each in (off, exact))
         with self._lock:
             self.largest = max(self.largest, largest)
+            self._noted += exact.size
             self._squares += squares
             self._of += of
 
@@ -81,7 +89,7 @@ class GridMatrix:
     """A matrix in fp8 with a scale in float32 for all, for each row, or for each rectangle."""
 
     def __init__(self, name: str, tensor: TensorRef, block: tuple[int | None, int | None], end: str) -> None:
-        self.tensor, self.name, self.error = tensor, name, Error()
+        self.tensor, self.name, self.error = tensor, name, Error(tensor.numel)
         self.block: Sizes = tuple(size or n for size, n in zip(block, tensor.shape, strict=True))
         self.shape: Sizes = tuple(-(-n // size) for n, size in zip(tensor.shape, self.block, strict=True))
         self._numbers, self._lock = numbers(elements(tensor)), Lock()
@@ -160,7 +168,7 @@ class BlockMatrix:
     """A matrix in blocks of its rows, which must be whole. Those that share a scale of all are partners."""
 
     def __init__(self, name: str, tensor: TensorRef, scheme: Blocks) -> None:
-        self.tensor, self.name, self.scheme, self.error = tensor, name, scheme, Error()
+        self.tensor, self.name, self.scheme, self.error = tensor, name, scheme, Error(tensor.numel)
         self.partners: Sequence[BlockMatrix] = (self,)
         self._numbers, self._lock = numbers(elements(tensor)), Lock()
         rows, columns = tensor.shape

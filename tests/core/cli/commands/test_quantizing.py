@@ -195,3 +195,15 @@ def test_inspect_says_how_tensors_are_packed(cli: Any) -> None:
     assert "  unclear     " in ran.out and "can't be dequantised" in ran.out
     Path("model/config.json").write_text("[")
     assert cli("inspect model/").code == 0
+
+
+def test_the_error_of_what_another_part_wrote_is_not_stated(cli: Any) -> None:
+    state = {f"layers.{i}.weight": torch.randn(128, 256) for i in range(4)}
+    save_file(state, "many.safetensors")
+    asked = ("convert", "many.safetensors", "out/", "--shard-size", "30KB", "--quantize", "mxfp4")
+    parts = [cli(*asked, "--part", part, "--json") for part in ("1/2", "2/2")]
+    told = [[each["name"] for each in part.json["errors"]] for part in parts]
+    assert sorted(told[0] + told[1]) == sorted(state) and all(told)
+    assert all(each["nmse"] > 0 for part in parts for each in part.json["errors"])
+    said = cli(*asked, "--part", "1/2", "--force").err
+    assert "another process wrote 2 tensors: the errors are not known here" in said
