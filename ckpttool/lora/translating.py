@@ -113,6 +113,10 @@ def convert_adapter(
     """
     if to not in DIALECTS:
         raise UsageFault(f"'{to}' is no dialect that is written: {', '.join(DIALECTS)}")
+    if (kind := adapter.config.get("peft_type", "LORA")) != "LORA":
+        hint = "add it to its model: ckpttool merge-lora BASE ADAPTER OUTPUT"
+        what = f"is of type {kind}; other dialects have LORA alone"
+        raise Unsupported(adapter.checkpoint.path, what, hint=hint)
     found = held(adapter, alpha)
     layout, placed = _Search(found, to, base, component).placed()
     parts = [*dict.fromkeys(places[0].component for _, places in placed)]

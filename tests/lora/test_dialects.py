@@ -358,6 +358,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str, dict[str, Any], str]] = {
     "Conv1D": (Q_OF_LLAMA, "kohya", {"config": {"fan_in_fan_out": True}}, "transposed layers"),
     "PiSSA": (Q_OF_LLAMA, "kohya", {"config": {"init_lora_weights": "pissa"}}, "init_lora_weights=pissa"),
     "another kind": (Q_OF_LLAMA, "kohya", {"config": {"peft_type": "IA3"}}, "of type IA3"),
+    "a kind that is merged": (Q_OF_LLAMA, "diffusers", {"config": {"peft_type": "LOHA"}}, "of type LOHA"),
     "a fused layer of other ranks": (
         parts("transformer.single_transformer_blocks.0.attn.to_q")
         | parts("transformer.single_transformer_blocks.0.attn.to_k", A[:2], B[:, :2]),
