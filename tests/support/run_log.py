@@ -26,10 +26,11 @@ def epochs_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return entries without what differs from one run to the next: their times, and memory."""
+    """Return entries without what differs from one run to the next: times, memory, waits for a slow disk."""
     return [
         {name: value for name, value in entry.items() if "second" not in name and name != "peak_memory"}
         for entry in entries
+        if entry.get("event") != "save waited"
     ]
 
 

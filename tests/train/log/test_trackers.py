@@ -13,6 +13,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,8 +201,9 @@ import json, os, sys, time
 folder = os.path.dirname(os.path.abspath(__file__))
 
 def init(**given):
-    if os.path.exists(folder + "/hangs"):
-        time.sleep(99)
+    end = time.monotonic() + 99
+    while os.path.exists(folder + "/hangs") and time.monotonic() < end:
+        time.sleep(0.05)
     if os.path.exists(folder + "/away"):
         raise ConnectionError("no route to host")
     note(init=given["name"])
@@ -233,6 +235,11 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     yield folder
+    for each in ("hangs", "away"):
+        (folder / each).unlink(missing_ok=True)
+    for thread in threading.enumerate():
+        if thread.name == "tracker trackio":  # else it warns of the folder that is gone, in another test
+            thread.join(60)
     sys.modules.pop("trackio", None)
 
 
