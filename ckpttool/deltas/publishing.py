@@ -168,7 +168,7 @@ def _differences(item: DeltaPair) -> Iterator[tuple[bytes | bytearray, NDArray[n
         yield one, np.frombuffer(one, np.uint8) ^ np.frombuffer(other, np.uint8)
 
 
-class Contents(NamedTuple):
+class PublishedContents(NamedTuple):
     """What is in a folder: the tensors of its files, the text in their headers, and what tells of them."""
 
     files: shards.Cut
@@ -181,7 +181,9 @@ class Contents(NamedTuple):
         return sum(map(len, self.files.values()))
 
 
-def of_frames(job: Publication, path: str, pairs: Mapping[str, DeltaPair], progress: Progress) -> Contents:
+def of_frames(
+    job: Publication, path: str, pairs: Mapping[str, DeltaPair], progress: Progress
+) -> PublishedContents:
     """Return what is in the folder, whose payloads lie in temporary files."""
     frames, sums = dict[str, TensorRef](), dict[str, str]()
     for item, found in map_pieces(_Packer(job, path).packed, pairs.values(), cores(MOST_THREADS)):
@@ -191,12 +193,12 @@ def of_frames(job: Publication, path: str, pairs: Mapping[str, DeltaPair], progr
     groups = [each for each in shards.cut_by_size(shards.SAFETENSORS, frames, SIZE).values() if each]
     files = {job.form.files.format(number, len(groups)): each for number, each in enumerate(groups)}
     if job.form.name == "skyrl":
-        return Contents(files, {}, _manifest(job, files, pairs, sums))
+        return PublishedContents(files, {}, _manifest(job, files, pairs, sums))
     texts = {file: {name: sums[name] for name in each} for file, each in files.items()}
     facts = {"version": f"{job.version:06d}", "base_version": f"{job.version - 1:06d}"}
     facts |= {"delta_encoding": job.encoding, "compression_format": "zstd", "checksum_format": job.checksum}
     weight_map = {name: file for file, each in files.items() for name in each}
-    return Contents(files, texts, {"metadata": facts, "weight_map": weight_map})
+    return PublishedContents(files, texts, {"metadata": facts, "weight_map": weight_map})
 
 
 def _manifest(
@@ -216,7 +218,7 @@ def _manifest(
     return {**said, "payload_files": [*files], **totals}
 
 
-def written(job: Publication, place: OutputPlace, contents: Contents, *, dry_run: bool) -> Saved:
+def written(job: Publication, place: OutputPlace, contents: PublishedContents, *, dry_run: bool) -> Saved:
     """Write a folder in one of the forms; it takes its place at once, whole."""
     text = json.dumps(contents.about, ensure_ascii=False).encode()
 

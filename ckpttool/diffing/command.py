@@ -106,7 +106,7 @@ class _Tolerance(click.FloatRange):
 
 
 def _printed() -> Fields:
-    from .compare_values import Change, Comparison, Loss
+    from .compare_values import Change, Comparison, ValueLoss
     from .distances import Distance
 
     changed: Fields = {
@@ -119,7 +119,7 @@ def _printed() -> Fields:
         "relative?": (float | None, "that, divided by the norm in B"),
         "cosine?": (float | None, "of the angle between them"),
         "nmse?": (float | None, "the square of norm_difference over that of norm_a, or of who lost nothing"),
-        **{f"{name}?": said for name, said in fields_like(Loss).items()},
+        **{f"{name}?": said for name, said in fields_like(ValueLoss).items()},
     }
     return {
         "same": (bool, "whether nothing differs, or only by less than the tolerance"),

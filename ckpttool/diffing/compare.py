@@ -22,7 +22,7 @@ from ..core.remote import urls
 from ..core.tensors.ref import DTYPES, Storage, TensorRef
 from ..errors import NoState, Unsupported, UsageFault
 from . import compare_values, distances, losses
-from .compare_values import Change, Comparison, Loss, Norms, TensorPair
+from .compare_values import Change, Comparison, Norms, TensorPair, ValueLoss
 from .distances import Distance, Tolerance, has_numbers, in_words
 from .losses import LossyPair
 from .packed import PackedTensor, Stored, Unpacked, unpacked, words_of
@@ -325,7 +325,7 @@ def _measured(
     words: tuple[str, str],
     distance: Distance,
     norms: Norms | None,
-    loss: Loss | None = None,
+    loss: ValueLoss | None = None,
 ) -> Change:
     index = None if distance.where is None else compare_values.unravelled(distance.where, pair.a.shape)
     return Change(pair.name, why, *words, distance, index, norms, loss)

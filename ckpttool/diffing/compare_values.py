@@ -314,7 +314,7 @@ def sums_of(a: NDArray[Any], b: NDArray[Any]) -> Norms:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class ValueLoss:
     """What one of two tensors lost of the other.
 
     Attributes:
@@ -328,11 +328,11 @@ class Loss:
     zeroed: int = 0
     saturated: int | None = 0
 
-    def __add__(self, other: Loss) -> Loss:
+    def __add__(self, other: ValueLoss) -> ValueLoss:
         """Join two pieces of one tensor."""
         known = self.saturated is not None and other.saturated is not None
         saturated = (self.saturated or 0) + (other.saturated or 0) if known else None
-        return Loss(self.of, self.zeroed + other.zeroed, saturated)
+        return ValueLoss(self.of, self.zeroed + other.zeroed, saturated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +355,7 @@ class Change:
     distance: Distance | None = field(default=None, metadata={"json": None})
     index: tuple[int, ...] | None = field(default=None, metadata={"json": None})
     norms: Norms | None = field(default=None, metadata={"json": None})
-    loss: Loss | None = field(default=None, metadata={"json": None})
+    loss: ValueLoss | None = field(default=None, metadata={"json": None})
 
     @property
     def nmse(self) -> float | None:

@@ -14,7 +14,7 @@ from ..core.lazy import NDArray, np
 from ..core.tensors.cast import FLOATS, carrier, reader
 from ..core.tensors.ref import DTYPES, PLAIN_FLOATS, DType, Storage, TensorRef
 from ..core.tensors.values import MAX_REPEATED, in_pieces, require_bounded, same_values
-from .compare_values import WORKERS, Loss, Norms, as_list, floats, from_list, sums_of
+from .compare_values import WORKERS, Norms, ValueLoss, as_list, floats, from_list, sums_of
 from .distances import Distance, Tolerance, measurer
 from .packed import PackedTensor, Stored, words_of
 
@@ -94,7 +94,7 @@ class Lost(NamedTuple):
 
     distance: Distance
     norms: Norms
-    loss: Loss
+    loss: ValueLoss
 
     def joined(self, other: Lost) -> Lost:
         """Return what was found of two stretches."""
@@ -164,7 +164,7 @@ def _as_it_was(listed: Any) -> Lost | None:
     if listed is None:
         return None
     distance, norms, loss = listed
-    return Lost(from_list(distance), Norms(*map(float, norms)), Loss(*loss))
+    return Lost(from_list(distance), Norms(*map(float, norms)), ValueLoss(*loss))
 
 
 def _lost(stretch: _Stretch) -> Lost | None:
@@ -195,7 +195,7 @@ def _lost(stretch: _Stretch) -> Lost | None:
                 saturated += int(np.count_nonzero((exact - last) * (last - kept) > 0))
             if end is not None:
                 saturated += int(np.count_nonzero(np.isfinite(exact) & (np.abs(exact) >= end)))
-    loss = Loss(pair.of, zeroed, saturated if edges is not None or end is not None else None)
+    loss = ValueLoss(pair.of, zeroed, saturated if edges is not None or end is not None else None)
     return Lost(replace(distance, max_ulp=None), norms, loss)  # codes are not a few steps apart
 
 

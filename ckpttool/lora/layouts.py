@@ -29,7 +29,7 @@ WHOLE = Rows(0, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """A layer of a model, under the names of both sides of its table."""
 
     component: str
@@ -48,7 +48,7 @@ def tables() -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ModelLayout:
     """A model's components and the names of their layers, as each dialect has them."""
 
     name: str
@@ -67,7 +67,7 @@ class Layout:
         """Return whether a dialect has the names on the right of the component's table."""
         return dialect in self.components[component].get("others", ())
 
-    def places(self, component: str, joint: str, name: str, *, right: bool) -> list[Place]:
+    def places(self, component: str, joint: str, name: str, *, right: bool) -> list[LayerPlace]:
         """Return the layers that one side of the table calls so: several where it has them fused."""
         settings = self.components[component]
         bare = settings.get("bare", "")
@@ -78,10 +78,10 @@ class Layout:
         for pattern, one, other, rows in patterns.get(DIGITS.sub("#", name), ()):
             if match := pattern.fullmatch(name):
                 numbers = match.groups()
-                found.append(Place(component, one.format(*numbers), other.format(*numbers), rows, right))
+                found.append(LayerPlace(component, one.format(*numbers), other.format(*numbers), rows, right))
         return found
 
-    def named(self, place: Place, dialect: str) -> str:
+    def named(self, place: LayerPlace, dialect: str) -> str:
         """Return what a dialect calls a layer, in dots."""
         name = place.right if self.is_right(place.component, dialect) else place.left
         bare = self.components[place.component].get("bare", "")
@@ -89,10 +89,10 @@ class Layout:
 
 
 @cache
-def layouts() -> tuple[Layout, ...]:
+def layouts() -> tuple[ModelLayout, ...]:
     """Return all layouts, those of any model last."""
     return tuple(
-        Layout(
+        ModelLayout(
             name,
             each["components"],
             each.get("of", {}),

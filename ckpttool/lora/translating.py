@@ -27,7 +27,7 @@ from ..errors import Refused, Unsupported, UsageFault
 from .adapter import IN_PYTHON, PREFIX, Adapter
 from .dialects import EXCLUDE, METADATA, NAMES, AdapterLayer, HeldAdapter, held
 from .differences import patterns
-from .layouts import WHOLE, Layout, Place, layouts, tables
+from .layouts import WHOLE, LayerPlace, ModelLayout, layouts, tables
 
 DIALECTS = ("peft", "kohya", "diffusers", "comfy")
 OF_PEFT = ("peft", "diffusers")  # those that keep PEFT's settings
@@ -51,7 +51,7 @@ IN_PAIRS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 OF_META = ("llama", "mistral")
 OF_LITGPT = ("lora_query", "lora_key", "lora_value")  # settings: which rows of qkv have factors
 
-Placed = list[tuple[AdapterLayer, list[Place]]]
+Placed = list[tuple[AdapterLayer, list[LayerPlace]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def convert_adapter(
     return Checkpoint(source, "safetensors", tensors, metadata=metadata, shards=shards), done
 
 
-def _key(layout: Layout, place: Place, dialect: str) -> str:
+def _key(layout: ModelLayout, place: LayerPlace, dialect: str) -> str:
     """Return the beginning of a layer's keys in a dialect."""
     joint, tag = tables()["dialects"][dialect]["joint"], layout.tag(place.component, dialect)
     name = layout.named(place, dialect).replace(".", joint)
@@ -167,7 +167,7 @@ class _Search:
             for each in dict.fromkeys((module, name.removesuffix(WEIGHT))) if name.endswith(WEIGHT) else ():
                 self.modules[each.replace(".", self.joint)].append(each)
 
-    def placed(self) -> tuple[Layout, Placed]:
+    def placed(self) -> tuple[ModelLayout, Placed]:
         """Return the places of all layers; refuse names that no model has, or that two have differently."""
         tries = [*self._tries()]
         whole = [each for each in tries if all(places for _, places in each[1])]
@@ -189,10 +189,10 @@ class _Search:
                 raise Refused(self.found.path, f"{what} in {NAMES[self.to]} files", hint=hint)
         return first
 
-    def _keys(self, layout: Layout, placed: Placed) -> list[list[str]]:
+    def _keys(self, layout: ModelLayout, placed: Placed) -> list[list[str]]:
         return [[_key(layout, place, self.to) for place in places] for _, places in placed]
 
-    def _tries(self) -> Iterator[tuple[Layout, Placed]]:
+    def _tries(self) -> Iterator[tuple[ModelLayout, Placed]]:
         """Yield each model, and each of its components where names tell none, with the layers' places."""
         layers = [*self.found.layers.values()]
         are_tagged = all(each.tag for each in layers)
@@ -203,7 +203,7 @@ class _Search:
                     if not component or self.component in (None, component):
                         yield layout, [(each, self._places(layout, component, each)) for each in layers]
 
-    def _places(self, layout: Layout, component: str, layer: AdapterLayer) -> list[Place]:
+    def _places(self, layout: ModelLayout, component: str, layer: AdapterLayer) -> list[LayerPlace]:
         dialect, name = self.found.dialect, layer.name
         fits = [each for each in layout.components if layout.tag(each, dialect) == layer.tag != ""]
         component = fits[0] if fits else component if not layer.tag else ""
@@ -220,8 +220,8 @@ class _Search:
             if len(own) > 1:
                 names = " or ".join(f"'{each[:80]}'" for each in own[:2])
                 raise Refused(self.found.path, f"'{layer.key[:80]}' may be {names} of the model")
-            return [Place(component, each, each) for each in own]
-        return [Place(component, name, name)]
+            return [LayerPlace(component, each, each) for each in own]
+        return [LayerPlace(component, name, name)]
 
 
 # ---- Factors and settings as a dialect has them
@@ -231,7 +231,7 @@ class _Writing:
     """The tensors and settings of an adapter as a dialect has them."""
 
     def __init__(
-        self, adapter: Adapter, found: HeldAdapter, layout: Layout, to: str, base: Checkpoint | None
+        self, adapter: Adapter, found: HeldAdapter, layout: ModelLayout, to: str, base: Checkpoint | None
     ) -> None:
         self.adapter, self.found, self.layout, self.to = adapter, found, layout, to
         self.path, self.base = found.path, base
@@ -240,9 +240,9 @@ class _Writing:
         self.layers: dict[str, dict[str, AdapterLayer]] = defaultdict(dict)  # by component and PEFT's name
         self.spool = Spool("the factors")
 
-    def renamed(self, placed: Placed) -> Iterator[tuple[Place, AdapterLayer]]:
+    def renamed(self, placed: Placed) -> Iterator[tuple[LayerPlace, AdapterLayer]]:
         """Yield each layer with its place, those split or joined that the dialect has otherwise."""
-        groups: dict[str, list[tuple[Place, AdapterLayer]]] = defaultdict(list)
+        groups: dict[str, list[tuple[LayerPlace, AdapterLayer]]] = defaultdict(list)
         for layer, places in placed:
             place = places[0]
             if layer.is_root and self.to not in OF_PEFT:
@@ -265,7 +265,7 @@ class _Writing:
             numbers = [places.index(replace(at, was_right=True)) for at, _ in those]
             yield place, self._joined(places, dict(zip(numbers, (of for _, of in those), strict=True)))
 
-    def add(self, place: Place, layer: AdapterLayer) -> None:
+    def add(self, place: LayerPlace, layer: AdapterLayer) -> None:
         """Take the parts of a layer, under the names of the dialect; refuse what it has none for."""
         key, is_of_peft = _key(self.layout, place, self.to), self.to in OF_PEFT
         self.layers[place.component][self.layout.named(place, "peft")] = layer
@@ -312,7 +312,9 @@ class _Writing:
 
     # ---- Fused layers
 
-    def _split(self, layer: AdapterLayer, places: Sequence[Place]) -> Iterator[tuple[Place, AdapterLayer]]:
+    def _split(
+        self, layer: AdapterLayer, places: Sequence[LayerPlace]
+    ) -> Iterator[tuple[LayerPlace, AdapterLayer]]:
         """Yield the layers that a fused one is."""
         b = layer.parts.get("B")
         if b is None or layer.parts.keys() - SPLIT or b.shape[0] % places[0].rows.of:
@@ -327,7 +329,7 @@ class _Writing:
                 raise Refused(self.path, f"scales '{layer.key[:80]}' as no alpha of rank {rank} does exactly")
             yield places[at], replace(layer, parts=parts, rank=rank, alpha=alpha)
 
-    def _joined(self, places: Sequence[Place], layers: Mapping[int, AdapterLayer]) -> AdapterLayer:
+    def _joined(self, places: Sequence[LayerPlace], layers: Mapping[int, AdapterLayer]) -> AdapterLayer:
         """Return the fused layer that some are part of: with their common A, or block by block."""
         order = sorted(layers)
         those = [layers[at] for at in order]
@@ -376,7 +378,7 @@ class _Writing:
             parts[part] = self._kept(halves, ref.dtype, ref.shape)
         return replace(layer, parts=parts)
 
-    def _of_litgpt(self, layer: AdapterLayer, place: Place) -> Iterator[tuple[Place, AdapterLayer]]:
+    def _of_litgpt(self, layer: AdapterLayer, place: LayerPlace) -> Iterator[tuple[LayerPlace, AdapterLayer]]:
         """Yield q, k and v: B has their rows one after the other, and A those of each."""
         weights = self.base.state().tensors if self.base else {}
         names = [
@@ -461,7 +463,7 @@ class _Writing:
         return config
 
 
-def _kind(layer: AdapterLayer, place: Place) -> Iterator[object]:
+def _kind(layer: AdapterLayer, place: LayerPlace) -> Iterator[object]:
     """Yield what layers that are fused must have in common: types, and sizes for each share of the rows."""
     for part, tensor in sorted(layer.parts.items()):
         share = Fraction(tensor.shape[0], place.rows.end - place.rows.begin) if part != "A" else layer.rank
@@ -490,7 +492,7 @@ def _bits(tensor: TensorRef) -> NDArray[Any]:
     return replace(tensor, dtype=DTYPES[f"int{8 * tensor.dtype.itemsize}"]).numpy()
 
 
-def _rows(count: int, place: Place) -> slice:
+def _rows(count: int, place: LayerPlace) -> slice:
     unit = count // place.rows.of
     return slice(place.rows.begin * unit, place.rows.end * unit)
 
@@ -502,7 +504,7 @@ def _cut(tensor: TensorRef, cuts: Sequence[slice]) -> TensorRef:
     return replace(tensor, shape=shape, offset=tensor.offset + steps)
 
 
-def _blocks(b: NDArray[Any], places: Sequence[Place]) -> dict[int, slice]:
+def _blocks(b: NDArray[Any], places: Sequence[LayerPlace]) -> dict[int, slice]:
     """Return the columns of a fused B that each of its layers has to itself, or that all of them share.
 
     Layers that B has only zeros for are not there, unless all have columns to themselves.

@@ -25,7 +25,7 @@ ORDERS: tuple[Order | None, ...] = (None, "state", "model")  # from what is know
 ASSUMED = {"state": "the file's state does", "model": "the optimizer does"}
 
 
-class Finding(NamedTuple):
+class OptimizerFinding(NamedTuple):
     """One thing that is wrong, or worth knowing."""
 
     kind: str
@@ -36,8 +36,8 @@ class Finding(NamedTuple):
 class Examined:
     """An optimizer's state beside the optimizer that it should load into."""
 
-    wrong: tuple[Finding, ...] = ()
-    remarks: tuple[Finding, ...] = ()
+    wrong: tuple[OptimizerFinding, ...] = ()
+    remarks: tuple[OptimizerFinding, ...] = ()
     flags: tuple[str, ...] | None = None  # of the command that mends it; None if none can
     where: tuple[str, ...] = ()  # dotted paths of the optimizers in the file
 
@@ -70,7 +70,7 @@ class OptimizerAim:
             order, fits = self._fits(checkpoint)
         except Refused as error:
             hint = f" ({error.hint})" if error.hint else ""
-            return Examined((Finding("optimizer", f"{error.reason}{hint}"),), where=where)
+            return Examined((OptimizerFinding("optimizer", f"{error.reason}{hint}"),), where=where)
         triples = [*zip(fits, self.made, (each for each in self.live if each is not None), strict=True)]
         wrong = [each for triple in triples for each in _faults(*triple, order)]
         remarks = [each for triple in triples for each in _remarks(*triple[::2], order)]
@@ -79,7 +79,9 @@ class OptimizerAim:
             places, error_of_new = tried(optimizer, live, fit.new)
             if error_of_new or any(live.names[place] != name for name, place in places.items()):
                 why = error_of_new or f"{live.kind} does not load by position"
-                return Examined((*wrong, Finding("optimizer", f"no command can fix it: {why}")), where=where)
+                return Examined(
+                    (*wrong, OptimizerFinding("optimizer", f"no command can fix it: {why}")), where=where
+                )
         return Examined(tuple(wrong), tuple(remarks), flags, where)
 
     def _fits(
@@ -96,7 +98,7 @@ class OptimizerAim:
 
 def _faults(
     fit: Refit, optimizer: torch.optim.Optimizer, live: LiveOptimizer, order: Order | None
-) -> Iterator[Finding]:
+) -> Iterator[OptimizerFinding]:
     """Yield what keeps a state from loading, or from going on at its own parameters."""
     view = OptimizerView(fit.old)
     got, error = tried(optimizer, live, fit.old)
@@ -104,7 +106,9 @@ def _faults(
         sizes = [" and ".join(map(str, map(len, groups))) for groups in (view.keys, live.groups)]
         counts = f"groups of {sizes[0]} parameters in the file, of {sizes[1]} in the optimizer"
         form = "it is one flat dict, as torchtitan saves it" if view.is_flat else f"{error} ({counts})"
-        yield Finding("optimizer-groups", f"load_state_dict does not take the optimizer's state: {form}")
+        yield OptimizerFinding(
+            "optimizer-groups", f"load_state_dict does not take the optimizer's state: {form}"
+        )
     else:
         entries = [each.entry for each in chain(*view.parameters())]
         kept = {place for place, entry in enumerate(entries) if keeps(entry)}
@@ -116,23 +120,25 @@ def _faults(
             more = f", {len(wrong) - 1} others likewise" if wrong[1:] else ""
             proviso = f" (if it lists them as {ASSUMED[order]})" if order else ""
             why = f"load_state_dict goes by position: '{name}' would get {what}{more}, without an error"
-            yield Finding("optimizer-order", why + proviso)
+            yield OptimizerFinding("optimizer-order", why + proviso)
     for what, names in (("new", fit.told["added"]), ("gone", fit.told["dropped"])):
         if names and error:
-            yield Finding(
+            yield OptimizerFinding(
                 "optimizer-groups", f"{counted(len(names), 'parameter')} {what}: {first_few(names)}"
             )
     for what, names in (("begins afresh for", fit.told["reset"]), ("is padded for", fit.told["padded"])):
         if names:
-            yield Finding("optimizer-state", f"the state {what} {first_few(names, 2)}")
+            yield OptimizerFinding("optimizer-state", f"the state {what} {first_few(names, 2)}")
 
 
-def _remarks(fit: Refit, live: LiveOptimizer, order: Order | None) -> Iterator[Finding]:
+def _remarks(fit: Refit, live: LiveOptimizer, order: Order | None) -> Iterator[OptimizerFinding]:
     if order or fit.was_ordered:
         how = f"as {ASSUMED[order]}" if order else "as the file's state or the optimizer does"
-        yield Finding("optimizer-names", f"the optimizer names no parameters: taken to list them {how}")
+        yield OptimizerFinding(
+            "optimizer-names", f"the optimizer names no parameters: taken to list them {how}"
+        )
     if settings := fit.told["settings"]:
-        yield Finding("optimizer-settings", f"settings differ: {first_few(settings)}")
+        yield OptimizerFinding("optimizer-settings", f"settings differ: {first_few(settings)}")
     casts: Counter[tuple[str, str]] = Counter()
     entries = [each.entry for each in chain(*OptimizerView(fit.old).parameters())]
     for name, place in fit.places.items():
@@ -141,4 +147,6 @@ def _remarks(fit: Refit, live: LiveOptimizer, order: Order | None) -> Iterator[F
         casts.update((each, live.dtypes[name]) for each in types if each != live.dtypes[name])
     for (theirs, ours), count in casts.items():
         what = f"{counted(count, 'state')} {'are' if count > 1 else 'is'} {theirs} in the file"
-        yield Finding("optimizer-precision", f"{what}: load_state_dict casts them to the parameters' {ours}")
+        yield OptimizerFinding(
+            "optimizer-precision", f"{what}: load_state_dict casts them to the parameters' {ours}"
+        )

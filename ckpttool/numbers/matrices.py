@@ -143,7 +143,7 @@ def _box(begin: Iterable[int], size: Sizes) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockScheme:
     """A scheme with a scale for each block of a row.
 
     Attributes:
@@ -159,15 +159,15 @@ class Blocks:
     end: str = ""
 
 
-MXFP8 = Blocks(OF_MX, FP8, 8)
-MXFP4 = Blocks(OF_MX, FP4, 2, "_packed")
-NVFP4 = Blocks(OF_NV, FP4, None, "_packed")
+MXFP8 = BlockScheme(OF_MX, FP8, 8)
+MXFP4 = BlockScheme(OF_MX, FP4, 2, "_packed")
+NVFP4 = BlockScheme(OF_NV, FP4, None, "_packed")
 
 
 class BlockMatrix:
     """A matrix in blocks of its rows, which must be whole. Those that share a scale of all are partners."""
 
-    def __init__(self, name: str, tensor: TensorRef, scheme: Blocks) -> None:
+    def __init__(self, name: str, tensor: TensorRef, scheme: BlockScheme) -> None:
         self.tensor, self.name, self.scheme, self.error = tensor, name, scheme, Error(tensor.numel)
         self.partners: Sequence[BlockMatrix] = (self,)
         self._numbers, self._lock = numbers(elements(tensor)), Lock()

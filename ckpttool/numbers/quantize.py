@@ -15,14 +15,14 @@ from ..core.checkpoint.settings import require_unpacked
 from ..core.checkpoint.special_tensors import require_plain, with_plain_tensor
 from ..core.tensors.ref import PLAIN_FLOATS, TensorRef
 from ..errors import Collision, NothingToDo, UsageFault
-from .matrices import MXFP4, MXFP8, NVFP4, BlockMatrix, Blocks, Error, GridMatrix, PackedMatrix
+from .matrices import MXFP4, MXFP8, NVFP4, BlockMatrix, BlockScheme, Error, GridMatrix, PackedMatrix
 
 BLOCK = 128  # the sides of a block
 SMALLEST = 64  # rows and columns of a matrix that is worth scales
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class PackScheme:
     """A way to pack a matrix.
 
     Attributes:
@@ -44,29 +44,29 @@ def _of_grid(end: str, rows: int | None, columns: int | None) -> Callable[[str, 
     return lambda name, tensor: GridMatrix(name, tensor, (rows, columns), end)
 
 
-def _of_blocks(form: str, scheme: Blocks, strategy: str, *, has_inputs: bool = False) -> Scheme:
+def _of_blocks(form: str, scheme: BlockScheme, strategy: str, *, has_inputs: bool = False) -> PackScheme:
     """Return a scheme whose weights alone are packed, unless activations are as they come."""
     bits, kind = 8 // scheme.code.numbers, "torch.float8_e4m3fn" if scheme.power is None else "torch.uint8"
     said = {"num_bits": bits, "strategy": strategy, "group_size": scheme.size}
     said |= {"scale_dtype": kind, "zp_dtype": kind}
     make = partial(BlockMatrix, scheme=scheme)
-    return Scheme(make, form, said, said if has_inputs else None, scheme.size)
+    return PackScheme(make, form, said, said if has_inputs else None, scheme.size)
 
 
-SCHEMES: Mapping[str, Scheme] = {
-    "fp8": Scheme(
+SCHEMES: Mapping[str, PackScheme] = {
+    "fp8": PackScheme(
         _of_grid("_scale", None, None),
         "float-quantized",
         {"num_bits": 8, "strategy": "tensor"},
         {"num_bits": 8, "strategy": "tensor"},
     ),
-    "fp8-channel": Scheme(
+    "fp8-channel": PackScheme(
         _of_grid("_scale", 1, None),
         "float-quantized",
         {"num_bits": 8, "strategy": "channel"},
         {"num_bits": 8, "strategy": "token"},
     ),
-    "fp8-block": Scheme(_of_grid("_scale_inv", BLOCK, BLOCK), "", {}),
+    "fp8-block": PackScheme(_of_grid("_scale_inv", BLOCK, BLOCK), "", {}),
     "mxfp8": _of_blocks("mxfp8-quantized", MXFP8, "group", has_inputs=True),
     "mxfp4": _of_blocks("mxfp4-pack-quantized", MXFP4, "group"),
     "nvfp4": _of_blocks("nvfp4-pack-quantized", NVFP4, "tensor_group"),

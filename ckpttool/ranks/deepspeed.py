@@ -22,7 +22,7 @@ from ..core.tensors.cast import Caster
 from ..core.tensors.ref import DTYPES, TensorRef
 from ..errors import UsageFault
 from . import deepspeed_parts, tensor_parallel, zero
-from .deepspeed_parts import Parts
+from .deepspeed_parts import ModelParts
 from .merge_trees import merged, same
 from .pieces import RankFile, Take, Wholes, require_rank, whole_of
 from .zero import candidates as candidates
@@ -62,7 +62,7 @@ def read(path: str, files: Sequence[Checkpoint], take: Take) -> Checkpoint | Non
 
 
 def _of_parts(
-    parts: Parts, runs: Sequence[zero.RunFiles], wholes: Wholes, joint: Wholes, take_step: int | None
+    parts: ModelParts, runs: Sequence[zero.RunFiles], wholes: Wholes, joint: Wholes, take_step: int | None
 ) -> dict[Any, Any]:
     """Return the contents of a run that cut its model; `joint` compares what its parts share."""
     first = runs[0]
@@ -100,7 +100,7 @@ def framework(files: zero.RunFiles) -> str:
 
 
 def _taken(
-    path: str, rank: int | None, parts: Parts, runs: Sequence[zero.RunFiles]
+    path: str, rank: int | None, parts: ModelParts, runs: Sequence[zero.RunFiles]
 ) -> tuple[int | None, int | None]:
     """Return the part of the rank whose values are to be taken, and which copy of it; None for no rank."""
     if rank is None:
@@ -117,7 +117,7 @@ def _taken(
     return part, copy
 
 
-def _held(files: Sequence[Checkpoint], parts: Parts, runs: Sequence[zero.RunFiles]) -> dict[int, int]:
+def _held(files: Sequence[Checkpoint], parts: ModelParts, runs: Sequence[zero.RunFiles]) -> dict[int, int]:
     """Return how many bytes of tensors each rank's files have; rank 0 those of layers and experts."""
     ranks = {
         id(file.source): parts.rank(number, rank, run.world_size)

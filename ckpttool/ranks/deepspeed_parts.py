@@ -51,7 +51,7 @@ Values = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Parts:
+class ModelParts:
     """The files of a run, by the part of the model that they hold."""
 
     path: str
@@ -84,9 +84,9 @@ class Parts:
         return " x ".join(word for word, is_so in {**cuts, f"tp {self.tp}": self.tp > 1}.items() if is_so)
 
 
-def told_apart(path: str, files: Sequence[Checkpoint]) -> Parts:
+def told_apart(path: str, files: Sequence[Checkpoint]) -> ModelParts:
     """Return the files of a run by the parts of its model. Raises Damaged when one has no file."""
-    parts, by_part = Parts(path), dict[int, list[Checkpoint]]()
+    parts, by_part = ModelParts(path), dict[int, list[Checkpoint]]()
     for file in files:
         name = os.path.basename(file.path)
         if layer := OF_LAYER.fullmatch(name):
@@ -116,7 +116,7 @@ def told_apart(path: str, files: Sequence[Checkpoint]) -> Parts:
     return parts
 
 
-def _counts(file: Checkpoint, parts: Parts) -> tuple[int, int]:
+def _counts(file: Checkpoint, parts: ModelParts) -> tuple[int, int]:
     """Return into how many parts the model was cut, and into how many a stage, as its states say."""
     facts = zero.contents(file)
     if facts.get("ds_autoep_layers") or facts.get("autoep_layers"):
@@ -162,7 +162,9 @@ def _with_module(file: Checkpoint) -> Checkpoint:
 # Experts: groups that are cut over fewer ranks.
 
 
-def divided(parts: Parts, part: int, run: zero.RunFiles) -> Iterator[tuple[tuple[int, ...], zero.RunFiles]]:
+def divided(
+    parts: ModelParts, part: int, run: zero.RunFiles
+) -> Iterator[tuple[tuple[int, ...], zero.RunFiles]]:
     """Yield the runs that a part's files are, each of the same parameters on all its ranks, and their groups.
 
     Raises Unsupported where groups are cut over other numbers of ranks and there are no experts.
@@ -188,7 +190,7 @@ def divided(parts: Parts, part: int, run: zero.RunFiles) -> Iterator[tuple[tuple
             yield groups, _of_groups(run, groups, team, first)
 
 
-def _counted(parts: Parts, part: int) -> Counter[str]:
+def _counted(parts: ModelParts, part: int) -> Counter[str]:
     """Return how many experts each layer has, by the name before their numbers."""
     matches = map(NUMBER.fullmatch, experts_of(parts, part))
     return Counter(prefix for prefix, _ in {(match[1], match[2]) for match in matches if match})
@@ -242,7 +244,7 @@ def _optimizer(file: RankFile, groups: Sequence[int], first: Mapping[str, int]) 
     return {**file.tree, "optimizer_state_dict": states}
 
 
-def experts_of(parts: Parts, part: int) -> dict[str, Any]:
+def experts_of(parts: ModelParts, part: int) -> dict[str, Any]:
     """Return the experts of a part under their full names."""
     found: dict[str, Any] = {}
     for (mp, _, expert), file in sorted(parts.experts.items()):
@@ -255,7 +257,7 @@ def experts_of(parts: Parts, part: int) -> dict[str, Any]:
     return found
 
 
-def require_experts(parts: Parts, part: int, facts: Mapping[Any, Any]) -> None:
+def require_experts(parts: ModelParts, part: int, facts: Mapping[Any, Any]) -> None:
     """Check that each expert that the model states count has its file."""
     there = {(layer, expert) for mp, layer, expert in parts.experts if mp == part}
     counts: Any = facts.get("num_experts")
@@ -271,7 +273,7 @@ def require_experts(parts: Parts, part: int, facts: Mapping[Any, Any]) -> None:
 # A pipeline: its layers, and what its stages share.
 
 
-def layers_of(parts: Parts, tensor_part: int, names: Mapping[str, Any], left: list[str]) -> Values:
+def layers_of(parts: ModelParts, tensor_part: int, names: Mapping[str, Any], left: list[str]) -> Values:
     """Return the state of the layers under the model's names, of which `names` are known.
 
     A layer is a tied one where its whole state is that of a tied module by keys and shapes: `left` says so.
@@ -364,7 +366,7 @@ def shared(wholes: Wholes, name: str, held: Sequence[tuple[int, Any]]) -> Any:
 
 
 def slice_of(
-    parts: Parts,
+    parts: ModelParts,
     tensor_part: int,
     runs: Sequence[zero.RunFiles],
     trees: Sequence[tuple[int, Sequence[int], Mapping[Any, Any]]],
