@@ -38,7 +38,7 @@ PARTS = {"down": "lora_A", "up": "lora_B", "A": "lora_A", "B": "lora_B"}
 # Other parts of a layer, as LyCORIS and ComfyUI name them, and what some of them are called here.
 PART = re.compile(
     r"(?P<layer>.+?)\.(?P<which>lora_mid(?=\.weight)|hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)"
-    r"|diff|diff_b|w_norm|b_norm|dora_scale|lora_magnitude_vector)(?P<old>)(?:\.weight)?"
+    r"|(?:diff|diff_b|w_norm|b_norm)(?!\.weight)|dora_scale|lora_magnitude_vector)(?P<old>)(?:\.weight)?"
 )
 PARTS |= dict.fromkeys(("diff", "w_norm"), "lora_diff") | dict.fromkeys(("diff_b", "b_norm"), "lora_diff_b")
 PARTS["dora_scale"] = "lora_magnitude_vector"

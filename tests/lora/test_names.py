@@ -192,6 +192,11 @@ WRONG: dict[str, tuple[Tensors, type[CkptToolError], str]] = {
         "'fc' together: lora_diff, lora_A, lora_B",
     ),
     "a bias": (FC | {"lora_unet_fc.bias": A}, Unsupported, "is no factor of a product, nor an alpha"),
+    "a module called diff": (
+        FC | {"unet.fc.diff.weight": A},
+        Unsupported,
+        "is no factor of a product, nor an alpha",
+    ),
     "a whole model": ({"fc.weight": WEIGHT}, Unsupported, "of a whole model: ckpttool extract-lora BASE"),
     "an unknown part": (kohya("lora_vae_fc"), Unsupported, "'lora_vae_fc'"),
     "another layer": (FC | kohya("lora_unet_up"), Refused, "'lora_unet_up' is no layer of the model"),
