@@ -41,7 +41,7 @@ class Wrapped:
 
     Attributes:
         kind: `mask` or `norm`.
-        form: what it is in words; "" for a parametrization that is not known.
+        form: what it is in words; "" where nothing shows it.
         name: the tensor's.
         parts: names of what it is computed from, that of its own shape first.
     """
@@ -54,8 +54,11 @@ class Wrapped:
     def tensor(self, path: str, tensors: Mapping[str, TensorRef], report: CastReport) -> TensorRef:
         """Return the tensor, computed when it is read. Raises Refused where nothing says how."""
         if not self.form:
-            what = f"'{self.parts[0][:80]}' is of a parametrization that is not known"
-            raise Refused(path, what, hint="in Python: torch.nn.utils.parametrize.remove_parametrizations")
+            what, how = "is of a parametrization that is not known", "parametrize.remove_parametrizations"
+            if not NEW.fullmatch(self.parts[0]):
+                what = f"may be of weight norm, or plain: '{self.parts[1][:80]}' has a shape that fits both"
+                how = "remove_weight_norm"
+            raise Refused(path, f"'{self.parts[0][:80]}' {what}", hint=f"in Python: torch.nn.utils.{how}")
         weight, *others = (tensors[part] for part in self.parts)
         if odd := {each.dtype.name for each in (weight, *others[self.kind == "mask" :])} - {*PLAIN_FLOATS}:
             raise Refused(path, f"'{self.parts[0][:80]}' is {odd.pop()}, of which no {self.form} is computed")
@@ -97,8 +100,12 @@ def wrapped_in(tensors: Mapping[str, TensorRef]) -> Iterator[Wrapped]:
             groups[match[1]][match[2]] = name
     for name, parts in groups.items():
         kind, form, ends = BY_PARTS.get(frozenset(parts), ("norm", "", ()))
-        if form and _fits(form, *(tensors[parts[end]] for end in ends)):
-            yield Wrapped(kind, form, name, tuple(parts[end] for end in ends))
+        held = [tensors[parts[end]] for end in ends]
+        if form and _fits(form, *held):
+            # Elsewhere as many norms as numbers, or a vector's, may be plain: RWKV's time_mix_g, time_mix_v.
+            is_weight = ends != ("_v", "_g") or name.rpartition(".")[2].startswith("weight")
+            is_clear = is_weight or (len(held[0].shape) > 1 and held[1].numel < held[0].numel)
+            yield Wrapped(kind, form if is_clear else "", name, tuple(parts[end] for end in ends))
         elif unknown := tuple(part for end, part in parts.items() if not end.startswith("_")):
             yield Wrapped("norm", "", name, unknown)
 
@@ -112,7 +119,7 @@ def _fits(form: str, weight: TensorRef, first: TensorRef, *others: TensorRef) ->
         is_alike = not sizes or (
             len(sizes) == len(shape) and all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
         )
-        return is_alike and len(shape) > 1 and sum(size != 1 for size in sizes) < 2
+        return is_alike and bool(shape) and sum(size != 1 for size in sizes) < 2
     return shape == sizes
 
 

@@ -229,6 +229,14 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, type[CkptToolError], str]
     "names alone": (
         {"w_v": ONES, "w_g": ONES, "b_u": THREE, "b_v": THREE}, "norm", NothingToDo, "computed by"
     ),
+    "as many norms as numbers": (
+        {"att.time_mix_v": ONES[:1, None, :], "att.time_mix_g": ONES[:1, None, :]},
+        "norm", Refused, "'att.time_mix_v' may be of weight norm, or plain: 'att.time_mix_g' has a shape",
+    ),
+    "a vector's norm": (
+        {"b_v": THREE, "b_g": torch.tensor(1.0), "w_v": ONES, "w_g": ONES[:, :1]},
+        "norm", Refused, "'b_v' may be of weight norm, or plain",
+    ),
     "a mask of another shape": ({"w_orig": ONES, "w_mask": THREE}, "mask", NothingToDo, "by masks"),
     "the name is taken": (
         {"w": ONES, "w_orig": ONES, "w_mask": ONES}, "mask", Collision, "'w_orig' would become 'w', which"
@@ -259,7 +267,15 @@ def test_what_is_not_there_or_not_known_is_refused_by_name(case: str, tmp_path: 
 
 
 def test_what_is_in_a_state_is_counted_by_kind(tmp_path: Path) -> None:
-    state = {"a.w_v": ONES, "a.w_g": ONES[:, :1], "b.w_orig": ONES, "b.w_mask": ONES, "c.w": ONES}
+    state = {
+        "a.w_v": ONES,
+        "a.w_g": ONES[:, :1],
+        "mix_v": THREE,
+        "mix_g": THREE,
+        "b.w_orig": ONES,
+        "b.w_mask": ONES,
+        "c.w": ONES,
+    }
     state |= {"d.w_orig": ONES, "d.w_u": THREE, "d.w_v": THREE[:2]}
     with ckpttool.open(saved(state, tmp_path / "in.pt")) as checkpoint:
         assert folds_in(checkpoint.state()) == {"mask": 1, "norm": 2}
